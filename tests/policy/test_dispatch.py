@@ -19,6 +19,7 @@ from cleave.policy.dispatch import (
     close_slots,
     compute_headroom,
     compute_heavy_ratio,
+    compute_kv_weight,
     computes_short,
     draw,
     find_least,
@@ -282,3 +283,10 @@ def test_with_cells_an_open_instance_is_found_and_cells_are_left_only_where_they
         second = find_least(restrict_to_cell(scores(*decode), np.array(cells), slot))
         own = [d for d, cell in zip(decode, cells, strict=True) if cell == cells[slot]]
         assert decode[second] == (min(own) if min(own) < INF else min(decode))
+
+
+def test_resident_tokens_count_by_the_share_of_the_kv_that_they_take() -> None:
+    small, large = compute_kv_weight(10_000, 80_000), compute_kv_weight(80_000, 80_000)
+    assert 5_000 * small == 40_000 * large
+    assert compute_kv_weight(160_000, 80_000) == 1.0
+    assert compute_kv_weight(0, 10**18) * 10**6 < STALE_PENALTY

@@ -100,7 +100,9 @@ class History:
         self.apply, self.now_s = apply, 1.0
         self.roles = [PREFILL] * draw.randint(1, 4) + [DECODE] * draw.randint(1, 4)
         self.roles += [MIXED] * draw.choice([0, 0, 1, 2])
-        self.blocks = draw.randint(60, 250)
+        self.homes = list(self.roles)
+        self.blocks = [draw.randint(60, 250) for _ in (PREFILL, DECODE, MIXED)]
+        """KV of the instances, by the role that they begin with."""
         self.is_closed = np.zeros(len(self.roles), np.int64)
         slope = draw.choice([0.001, 0.01])
         fit = Coefficients(k1=0.1, c1=5.0, k2=slope, c2=0.5, c3=5.0)
@@ -115,9 +117,10 @@ class History:
         self.number = 0
 
     def _start_simulation(self, policy: DispatchPolicy, packing: BestFitModel, short: int) -> None:
-        draw, engine = self.draw, SimulatedEngine(TIMING, self.blocks * BLOCK, BLOCK)
+        draw = self.draw
+        engines = [SimulatedEngine(TIMING, blocks * BLOCK, BLOCK) for blocks in self.blocks]
         pools = [
-            (SimulatedPool(engine, count),) if (count := self.roles.count(role)) else ()
+            (SimulatedPool(engines[role], count),) if (count := self.roles.count(role)) else ()
             for role in (PREFILL, DECODE, MIXED)
         ]
         fleet = SimulatedFleet(*pools, dispatch=policy, best_fit=packing, short_prompt_tokens=short)
@@ -152,10 +155,11 @@ class History:
             model="m",
             boot_id=f"boot{i}",
             role=ROLES[self.roles[i]],
+            home=ROLES[self.homes[i]],
             state=agent_pb2.STATE_READY,
             engine_url="http://127.0.0.1:8000",
             kv_block_size=BLOCK,
-            kv_blocks_total=self.blocks,
+            kv_blocks_total=self.blocks[self.homes[i]],
             kv_path=agent_pb2.KvPath(verified=True),
         )
         event = agent_pb2.WatchEvent(registration=registration)

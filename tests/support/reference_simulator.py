@@ -44,8 +44,10 @@ class Reference:
             for pool in pools
             for _ in range(pool.engines)
         ]
+        most = max((i.total * i.size for i in self.instances if i.role != "prefill"), default=0)
         for number, instance in enumerate(self.instances):
-            instance.number = number
+            kv = instance.total * instance.size
+            instance.number, instance.kv_weight = number, max(most / max(kv, 1), 1.0)
         self.ranks: dict[int, list[Instance]] = {}
         rest = deque(self.instances)
         while rest:
@@ -124,7 +126,9 @@ class Reference:
             return (
                 i.last_pick
                 if round_robin
-                else i.pending_prompt_tokens + i.resident_tokens + i.last_pick * TIE_WEIGHT
+                else i.pending_prompt_tokens
+                + i.resident_tokens * i.kv_weight
+                + i.last_pick * TIE_WEIGHT
             )
 
         prefills, mixed = self.of("prefill"), self.of("mixed")

@@ -98,7 +98,7 @@ class Instance:
         self.number, self.role, self.engine = number, role, engine
         self.size = engine.kv_block_size
         self.total = self.free = engine.kv_capacity_tokens // self.size
-        self.reserve = 0
+        self.reserve, self.kv_weight = 0, 1.0
         if engine.batching in (Batching.ORCA, Batching.FASTER_TRANSFORMER):
             self.reserve = math.ceil((engine.max_model_len or longest) / self.size)
         self.caches = engine.prefix_caching and not self.reserve

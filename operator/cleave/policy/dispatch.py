@@ -97,6 +97,9 @@ not so many that its prompts queue.
 MIN_TOKEN_MS = 1e-6
 """Least time of a prompt token in `compute_headroom`."""
 
+MAX_KV_WEIGHT = 100.0
+"""Keeps resident tokens below STALE_PENALTY, whatever KV another instance reports."""
+
 _MAX_DRAWS = 64
 """Attempts to draw an open instance before falling back to the least score of all."""
 
@@ -144,7 +147,8 @@ def score(
 ) -> tuple[float, float]:
     """(score for TO_PREFILL, score for TO_DECODE and TO_WHOLE) of an instance.
 
-    `prompt`: tokens of its `prompts` waiting prompts; `resident`: tokens that hold blocks;
+    `prompt`: tokens of its `prompts` waiting prompts; `resident`: tokens that hold blocks, times
+    `compute_kv_weight`;
     `requests`: number of its requests; `last_pick`: number of the last pick that chose it;
     `penalty`: STALE_PENALTY if it is stale, else 0; `prefills`: it may compute prompts.
     """
@@ -162,6 +166,16 @@ def score(
             prompt, prompts, queue.head_started_ms, queue.prompt_ms, queue.upper_token_ms, tie
         )
     return first, total
+
+
+def compute_kv_weight(tokens: float, most: float) -> float:
+    """How much a resident token counts in an instance with room for `tokens` of KV; 1 in the one
+    that has the `most` of all that are there to decode.
+
+    Where instances differ, as a prefill instance of one GPU that decodes beside those of two,
+    equal tokens would leave the large ones half empty while requests wait at the small ones.
+    """
+    return min(max(most / max(tokens, 1.0), 1.0), MAX_KV_WEIGHT)
 
 
 def find_least(scores: Scores) -> int:

@@ -145,11 +145,42 @@ class ScoreTable(BaseScoreTable):
     """
 
     __slots__ = (
-        "_columns", "_counts", "_has_extra_columns", "_instance_columns", "_is_remote", "_is_short",
-        "_open", "_ring", "_ring_slots", "_role_ranks", "_sharing", "_uses", "batch", "cells",
-        "closed_pairs", "colocated", "context", "decode", "heaviness", "instances", "is_remote",
-        "is_shared", "keys", "mixed", "num_changes", "num_routers", "pending_prompt", "prefill",
-        "prompt_slots", "room", "slot_by_boot", "slot_by_holder", "spare",
+        "_columns",
+        "_counts",
+        "_decode_kv",
+        "_has_extra_columns",
+        "_instance_columns",
+        "_is_remote",
+        "_is_short",
+        "_kv_weights",
+        "_most_kv",
+        "_open",
+        "_ring",
+        "_ring_slots",
+        "_role_ranks",
+        "_sharing",
+        "_uses",
+        "batch",
+        "cells",
+        "closed_pairs",
+        "colocated",
+        "context",
+        "decode",
+        "heaviness",
+        "instances",
+        "is_remote",
+        "is_shared",
+        "keys",
+        "mixed",
+        "num_changes",
+        "num_routers",
+        "pending_prompt",
+        "prefill",
+        "prompt_slots",
+        "room",
+        "slot_by_boot",
+        "slot_by_holder",
+        "spare",
     )  # fmt: skip
 
     def __init__(
@@ -170,6 +201,8 @@ class ScoreTable(BaseScoreTable):
         }
         """The slots that are open for each use."""
         self._build_columns()
+        self._decode_kv = [_count_decode_kv(each) for each in instances]
+        self._compute_kv_weights()
         self.pending_prompt = _build_column(size, is_short, 0.0)
         """Pending prompt tokens, also of closed instances."""
         self.room = np.zeros(size)
@@ -224,6 +257,12 @@ class ScoreTable(BaseScoreTable):
         self._instance_columns = [selected[uses] for uses in self._uses]
         self._list_prompt_slots()
 
+    def _compute_kv_weights(self) -> None:
+        self._most_kv = most = max(self._decode_kv, default=0)
+        self._kv_weights = [
+            dispatch.compute_kv_weight(each.kv_tokens, most) for each in self.instances
+        ]
+
     def _list_prompt_slots(self) -> None:
         self.prompt_slots = sorted(self._open["prefill"] or self._open["colocated"])
         """Slots of the instances that compute prompts."""
@@ -243,6 +282,11 @@ class ScoreTable(BaseScoreTable):
             self._rank_again()
         if uses != self._uses[slot]:
             self._change_uses(slot, uses)
+        self._decode_kv[slot] = _count_decode_kv(instance)
+        self._kv_weights[slot] = dispatch.compute_kv_weight(instance.kv_tokens, self._most_kv)
+        if max(self._decode_kv) != self._most_kv:
+            self._compute_kv_weights()
+            self._update_all()
         ScoreTable.update(self, slot)
 
     def _rank_again(self) -> None:
@@ -262,9 +306,12 @@ class ScoreTable(BaseScoreTable):
             self._list_prompt_slots()
         else:
             self._build_columns()
-            for each in range(len(self._uses)):
-                ScoreTable.update(self, each)
+            self._update_all()
         self.closed_pairs.set_open(slot, is_open="decode" in uses)
+
+    def _update_all(self) -> None:
+        for slot in range(len(self._uses)):
+            ScoreTable.update(self, slot)
 
     def update_pairs(self, now: float) -> None:
         """Recompute the closed pairs; `now`: seconds of the registry's clock."""
@@ -374,6 +421,7 @@ class ScoreTable(BaseScoreTable):
         if by_requests:
             requests = in_flight.count_requests() + in_flight.num_remote_requests
         turn, queue = in_flight.last_pick, in_flight.queue
+        resident *= self._kv_weights[slot]
         first, total = dispatch.score(
             counts, prompt, prompts, resident, requests, turn, queue, penalty, prefills
         )
@@ -448,6 +496,13 @@ def _find_sharing(slots: Mapping[str, Collection[int]]) -> list[str]:
         others = (each for each in _USES[1:number] if slots[each] == slots[use])
         sharing.append(next(others, use) if slots[use] else "")
     return sharing
+
+
+def _count_decode_kv(instance: RoutedInstance) -> int:
+    """Its KV tokens; 0 where it decodes only while it is lent."""
+    registration = instance.registration
+    role = registration.home or registration.role
+    return 0 if role == ROLE_PREFILL else instance.kv_tokens
 
 
 def _build_columns(

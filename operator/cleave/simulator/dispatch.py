@@ -435,7 +435,7 @@ def update_scores(state: State, i: int) -> None:
         state.counts,
         inst.pending_prompt_tokens,
         inst.waiting,
-        inst.resident_tokens,
+        inst.resident_tokens * inst.kv_weight,
         inst.requests,
         inst.last_pick,
         inst,

@@ -13,10 +13,11 @@ from cleave.policy.dispatch import (
     TO_PREFILL,
     TO_WHOLE,
     compute_headroom,
+    compute_kv_weight,
     is_by_score,
 )
 from cleave.policy.queue_model import DEFAULT_SUMS, DEFAULT_TOKEN_MS
-from cleave.policy.role_flipping import build_members
+from cleave.policy.role_flipping import PREFILL, build_members
 from cleave.simulator import records
 from cleave.simulator.fleet import (
     Batching,
@@ -63,6 +64,9 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     of_pool = np.cumsum([0, *(pool.engines for _, pool in pools)])
     first_of_pool = np.repeat(of_pool[:-1], np.diff(of_pool))
     instances["first_rank"] = rows - (rows - first_of_pool) % instances["ranks"]
+    tokens = instances["blocks"] * instances["block"]
+    most = tokens.max(initial=0, where=instances["role"] != PREFILL)
+    instances["kv_weight"] = [compute_kv_weight(each, most) for each in tokens]
     stages = instances["stages"]
     instances["first_slot"] = np.cumsum(stages) - stages
     slots = np.zeros(int(stages.sum()), records.SLOT)

@@ -135,10 +135,10 @@ INSTANCE = _build_dtype(
     # next, wake: time of its next event and of the wake-up of an idle slot; link: when its link is
     # free, inbound: when it can receive another prefix, host_link: when another one can be copied
     # back from host memory; pending_prompt_tokens, resident_tokens, computed_tokens (of all prompts
-    # so far): the router's accounting, in tokens;
+    # so far): the router's accounting, in tokens; kv_weight: its `compute_kv_weight`;
     # sum_*, *_ms: its `policy.queue_model.PrefillQueueModel`; kv_at, kv_area: integral of KV use.
     # scheduled: when the next iteration was scheduled; inf: it will be when it starts.
-    "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens "
+    "next wake scheduled link inbound host_link pending_prompt_tokens resident_tokens kv_weight "
     "weighted_context computed_tokens head_started_ms prompt_ms token_ms upper_token_ms "
     "sum_iterations sum_prompts sum_tokens sum_inverses sum_ms sum_rates sum_squares "
     "sum_last_tokens sum_last_ms last_pick "
