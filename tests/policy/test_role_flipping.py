@@ -45,7 +45,7 @@ class Manager:
     def set(self, side: int, pressure: float) -> None:
         """All that serve this side are under so much pressure."""
         serve = self.members["role"] != 1 - side
-        name, unit = ("use", self.terms.full_usage) if side else ("wait_ms", self.terms.wait_ms)
+        name, unit = ("use", 1.0) if side else ("wait_ms", self.terms.wait_ms)
         self.members[name] = np.where(serve, pressure * unit, 0.0)
 
     def run(self, seconds: int = 1) -> list[tuple[int, int]]:
@@ -217,7 +217,7 @@ def test_under_any_load_flips_are_bounded_and_both_roles_serve(
         for _ in range(seconds):
             manager.set(0, prompts)
             use = manager.members["role"] != PREFILL
-            manager.members["use"] = np.where(use, decodes * TERMS.full_usage, 0.0)
+            manager.members["use"] = np.where(use, decodes, 0.0)
             manager.run()
             roles = manager.members["role"]
             assert (roles != PREFILL).any()
@@ -242,7 +242,7 @@ def test_checking_only_on_changes_misses_nothing(
     waits_ms = np.array([prompts for prompts, _ in loads]) * terms.wait_ms
     start_ms, skipped = each_second.now_ms, 0
     for manager in (each_second, less_often):
-        manager.members["use"] = [decodes * TERMS.full_usage for _, decodes in loads]
+        manager.members["use"] = [decodes for _, decodes in loads]
         quiet_until_ms = 0.0
         while manager.now_ms < start_ms + 600 * SECOND_MS:
             if manager is less_often and manager.now_ms + 2 * SECOND_MS < quiet_until_ms:

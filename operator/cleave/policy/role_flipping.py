@@ -47,7 +47,7 @@ SPARE_MS = 1_000.0
 MEMBER = np.dtype(
     [
         ("wait_ms", np.float64),  # time until its waiting prompts are computed
-        ("use", np.float64),  # share of its KV blocks that requests hold: 0 to 1
+        ("use", np.float64),  # share of its KV that is held, from `count_next`; 1: it is full
         ("since_ms", np.float64),  # when it took its role
         ("min_flip_ms", np.float64),  # minimal time until it flips back
         ("idle_ms", np.float64),  # since when it is idle in its configured role; inf: it is not
@@ -73,8 +73,6 @@ class FlipThresholds(NamedTuple):
 
     wait_ms: float
     """How long prompts may wait before other instances help."""
-    full_usage: float = 0.96
-    """Share of its KV from which a decode instance is full: the next long request would wait."""
     rise_ms: float = 2_000.0
     """How long pressure must last before a flip."""
     calm_ms: float = 5_000.0
@@ -188,6 +186,13 @@ def compute_next_check_ms(
     return soonest
 
 
+def count_next(use: float, running: int) -> float:
+    """The share of KV that is held, `use`, if an instance with so many `running` requests gets
+    another one of their mean size; above 1 it waits. What is free is little where requests are
+    long, and plenty for thousands of short ones, so no share by itself says that KV is full."""
+    return use + use / running if running else use
+
+
 def return_flipped(members: Members, now_ms: float) -> tuple[int, int]:
     """(slot, its configured role), or (NONE, NONE): the flip back if flipping is off.
 
@@ -235,7 +240,7 @@ def _compute_load(member: Member, side: int, thresholds: FlipThresholds) -> floa
     """Load of one instance for one side, relative to the threshold."""
     if side == PREFILL:
         return float(member["wait_ms"] / thresholds.wait_ms)
-    return float(member["use"] / thresholds.full_usage)
+    return float(member["use"])
 
 
 def _skip_past(at_ms: float, now_ms: float) -> float:

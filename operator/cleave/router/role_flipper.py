@@ -260,7 +260,9 @@ def _fill_member(member: dict[str, Any], ranks: Ranks, now_ms: float) -> None:
         member["since_ms"] = now_ms
     first = ranks[0].registration
     member["wait_ms"] = sum(_predict_wait_ms(each, now_ms) for each in ranks) / len(ranks)
-    member["use"] = sum(each.load.kv_cache_usage for each in ranks) / len(ranks)
+    loads = [each.load for each in ranks]
+    used = [role_flipping.count_next(each.kv_cache_usage, each.num_running) for each in loads]
+    member["use"] = sum(used) / len(ranks)
     member["configured_role"] = _ROLE_NUMBERS[first.home or first.role]
     member["role"] = role
     member["is_open"] = len(ranks) >= first.data_parallel_size and all(

@@ -181,7 +181,7 @@ STATE = _build_dtype(
     # min_prefill, min_decode: the FlipThresholds. headroom_ms: `FlipThresholds.headroom_ms`.
     # itl_begin, itl_end: tokens that come then count in `itl_counts`.
     "dispatch_ms latency token overlapped_token receiver receiver_token now "
-    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms full_usage rise_ms calm_ms "
+    "k1 c1 k2 c2 c3 ttft_ms tpot_ms gamma theta next_flip_check wait_ms rise_ms calm_ms "
     "idle_ms headroom_ms max_ttft max_tpot itl_begin itl_end",
     # counts, *_pick: the rule of policy.dispatch; is_by_score: whether it picks the least score;
     # is_deferred: whether requests wait in central queues instead; offered: central queues with a

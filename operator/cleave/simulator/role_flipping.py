@@ -10,6 +10,7 @@ import math
 from cleave.policy.role_flipping import (
     NONE,
     compute_next_check_ms,
+    count_next,
     decide,
     record_role,
 )
@@ -51,7 +52,7 @@ def check_flip(state: State, now: float, until: float) -> bool:
             first = slot.steps + 1
             free -= count_growth(state, inst, inst.oldest, first, slot.steps + running)
             until = min(until, slot.begin + sum_leap_ms(slot, running))
-        member["use"] = 1.0 - free / inst.blocks
+        member["use"] = count_next(1.0 - free / inst.blocks, inst.running)
     history = get_pressure_history(state, 0, 2)
     i, role = decide(fleet_members, history, state, now)
     if i == NONE:
