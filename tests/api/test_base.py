@@ -8,7 +8,7 @@ from cleave.api.role import Parallelism
 
 
 def test_python_writes_snake_case_and_yaml_camel_case() -> None:
-    assert Slo(ttft_ms=400, tpot_ms=40).model_dump() == {
+    assert Slo(ttft_ms=400, tpot_ms=40).model_dump(exclude_none=True) == {
         "ttftMs": 400,
         "tpotMs": 40,
         "attainment": 0.9,

@@ -4,6 +4,7 @@ CLEAVE_SEARCH_PROBLEMS=300 tries so many random problems instead of one; those t
 skipped without it (benchmarks/planner/search_properties.py counts their faults).
 """
 
+import math
 import os
 from dataclasses import replace
 from functools import cache
@@ -90,6 +91,22 @@ def test_looser_problems_take_no_more_and_serve_no_less(number: int) -> None:
         if random_problems.is_worse(other := random_problems.choose(looser), chosen, problem)
     ]
     assert faults == []
+
+
+def test_gaps_lead_to_smaller_steps_then_to_disaggregation_and_never_to_fewer_gpus() -> None:
+    demand, plans = known_problems.chat(8.0, 1000, 100), []
+    for itl_p99_ms in (None, 400, 120, 80, 30):
+        slo = Slo(ttft_ms=800, tpot_ms=80, itl_p99_ms=itl_p99_ms)
+        answer = plan_search.plan(known_problems.problem(demand, slo, policies=Policies()))
+        plans.append(plan := best(answer))
+        assert plan.prediction.itl_ms.p99 <= (itl_p99_ms or math.inf)
+        assert ("of tokens within" in answer.reason) == (itl_p99_ms is not None)
+    # With a mean TPOT of 80 ms at most two mixed instances are enough, whose stalls are long.
+    assert plans[0].prediction.itl_ms.p99 > 3 * 80
+    steps = [plan.pools[0].max_num_batched_tokens for plan in plans[:3]]
+    assert steps[0] == steps[1] > steps[2]
+    assert [plan.is_disaggregated for plan in plans] == [False] * 3 + [True] * 2
+    assert [plan.gpus for plan in plans] == sorted(plan.gpus for plan in plans)
 
 
 @pytest.mark.parametrize("number", range(NUM_RANDOM))

@@ -4,6 +4,7 @@ The CRD and `kubectl explain` are generated from these classes. A field exists o
 system acts on it: users would rely on a field that is accepted and ignored.
 """
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -43,11 +44,15 @@ class Slo(ApiModel):
     """Target for the time per output token (TPOT) after the first one, in milliseconds."""
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of requests that must meet both targets."""
+    itl_p99_ms: Annotated[float, Field(gt=0)] | None = None
+    """Target for the 99th percentile of all times between two tokens (inter-token latency, ITL) in
+    milliseconds. TPOT is a request's mean of them, which hides stalls behind other prompts."""
 
     @property
     def suspicious_targets(self) -> dict[str, float]:
         """Targets by field, in milliseconds, that are so short that seconds were probably meant."""
-        short = {"ttftMs": (self.ttft_ms, 10.0), "tpotMs": (self.tpot_ms, 1.0)}
+        itl = (self.itl_p99_ms or math.inf, 1.0)
+        short = {"ttftMs": (self.ttft_ms, 10.0), "tpotMs": (self.tpot_ms, 1.0), "itlP99Ms": itl}
         return {field: value for field, (value, least) in short.items() if value < least}
 
 

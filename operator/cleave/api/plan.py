@@ -119,6 +119,9 @@ class PredictedPerformance(ApiModel):
     """Time to first token in milliseconds."""
     tpot_ms: LatencyPercentiles
     """Time per output token after the first, in milliseconds."""
+    itl_ms: LatencyPercentiles | None = None
+    """Each time between two tokens (inter-token latency) in milliseconds; absent: planned by an
+    earlier version."""
     cost_per_hour: NonNegative
     """Price of all GPUs for one hour in US dollars."""
     power_watts: NonNegative

@@ -86,6 +86,8 @@ class Prediction:
     ttft_ms: Percentiles
     """At the requested rate, like all following fields."""
     tpot_ms: Percentiles
+    itl_ms: Percentiles
+    """Of all times between tokens (inter-token latency, ITL): TPOT is a request's mean of them."""
     cost_per_hour: float
     power_watts: float
     """Provisioned power of all GPUs."""
@@ -146,6 +148,8 @@ class NearestSlo:
     """Factor on the targets that are longer than the requested ones."""
     ttft_ms: float
     tpot_ms: float
+    itl_p99_ms: float | None
+    """None: none was requested."""
     plan: str
     """Description of the plan that meets it."""
 

@@ -81,7 +81,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
         reason = verdict.explain_infeasible(problem, ranking, nearest)
         change = verdict.describe_remedies(problem, ranking, nearest)
     else:
-        switch_ms = _compute_switch_tpot_ms(search, ranking)
+        switch_ms = _compute_switch_ms(search, ranking)
         reason = verdict.explain_selection(problem, ranking, choice.reason)
         change = verdict.describe_runner_up(problem, ranking, switch_ms)
         best = ranking.ordered[0]
@@ -183,9 +183,9 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
     return finalists
 
 
-def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | None:
-    """TPOT target at which colocated instances need no more than a selected disaggregated plan;
-    None: they already need no more, or one of them takes more."""
+def _compute_switch_ms(search: SearchContext, ranking: Ranking) -> dict[str, float] | None:
+    """Targets at which colocated instances need no more than a selected disaggregated plan; None:
+    they already need no more, or one of them takes more."""
     other = verdict.find_rival(ranking)
     if ranking.verdict is not PlanVerdict.DISAGGREGATE or other is None:
         return None
@@ -197,7 +197,7 @@ def _compute_switch_tpot_ms(search: SearchContext, ranking: Ranking) -> float | 
     fleet = build_cell(problem, CandidatePlacement((replace(group, replicas=replicas),)))
     span = trials.compute_span(problem.rate, search.targets)
     outcome = trials.simulate(fleet, problem.rate, span)
-    return verdict.compute_min_tpot_ms(outcome, span, problem.slo)
+    return verdict.compute_switch_ms(outcome, span, problem.slo)
 
 
 def _list_warnings(

@@ -24,6 +24,7 @@ from cleave.planner.result.text import (
     format_number,
     format_percent,
     format_plan,
+    format_targets,
     strip_verdict,
 )
 from cleave.report import tables
@@ -106,9 +107,8 @@ def _render_header(study: LoadStudy) -> str:
 <dl class="tiles">{tiles}</dl>
 <p class="change"><b>What would change it.</b> {escape(result.what_would_change)}</p>
 {worth}<p class="asked"><b>Requested:</b> {escape(subject.model)};
-{format_percent(slo.attainment)} of requests with TTFT within {format_ms(slo.ttft_ms)}
-and TPOT within {format_ms(slo.tpot_ms)}; {format_number(subject.rate)} req/s;
-{escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
+{format_percent(slo.attainment)} of requests within {format_targets(slo)};
+{format_number(subject.rate)} req/s; {escape(subject.traffic)}; at most {subject.max_gpus} GPUs.</p>
 </header>"""
 
 

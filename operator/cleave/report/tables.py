@@ -5,7 +5,7 @@ from dataclasses import astuple
 from html import escape
 
 from cleave.api.deployment import Slo
-from cleave.planner.plan import NearestSlo, Percentiles, Plan, PlanningResult
+from cleave.planner.plan import NearestSlo, Plan, PlanningResult
 from cleave.planner.result.text import (
     describe_trust,
     format_attainment,
@@ -37,7 +37,7 @@ def render_plans(result: PlanningResult, rate: float, neighbours: tuple[Plan, ..
     """Predictions at the requested rate of every plan of the result, then of its neighbours."""
     heading = (
         *("plan", "kind", "GPUs", "goodput", "95 % interval", "per GPU", "attainment"),
-        *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99"),
+        *("TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "ITL P50", "P90", "P99"),
         *("USD/h", "power", "algorithm"),
     )
     rows = (_build_plan_row(plan, result.selected) for plan in (*result.plans, *neighbours))
@@ -70,8 +70,9 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
             "per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs"
         ),
         _render_tile("attainment", format_attainment(prediction), text, holds=attains),
-        _render_latency_tile("P90 TTFT", prediction.ttft_ms, slo.ttft_ms),
-        _render_latency_tile("P90 TPOT", prediction.tpot_ms, slo.tpot_ms),
+        _render_latency_tile("P90 TTFT", prediction.ttft_ms.p90, slo.ttft_ms),
+        _render_latency_tile("P90 TPOT", prediction.tpot_ms.p90, slo.tpot_ms),
+        _render_latency_tile("P99 ITL", prediction.itl_ms.p99, slo.itl_p99_ms),
         _render_tile("price", format_number(prediction.cost_per_hour), "US dollars per hour"),
         _render_tile("power", format_power(prediction.power_watts), "provisioned"),
     )
@@ -85,7 +86,9 @@ def render_nearest_slo(nearest: NearestSlo, slo: Slo) -> str:
         for name, value, requested in (
             ("TTFT", nearest.ttft_ms, slo.ttft_ms),
             ("TPOT", nearest.tpot_ms, slo.tpot_ms),
+            ("ITL P99", nearest.itl_p99_ms, slo.itl_p99_ms),
         )
+        if value is not None and requested is not None
     )
     return f'{tiles}<div class="tile wide"><dt>with</dt><dd>{escape(nearest.plan)}</dd></div>'
 
@@ -98,9 +101,9 @@ def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = Non
     )
 
 
-def _render_latency_tile(name: str, latency: Percentiles, target: float) -> str:
-    text = f"target {format_ms(target)}"
-    return _render_tile(name, format_ms(latency.p90), text, holds=latency.p90 <= target)
+def _render_latency_tile(name: str, ms: float, target: float | None) -> str:
+    text = "no target" if target is None else f"target {format_ms(target)}"
+    return _render_tile(name, format_ms(ms), text, holds=None if target is None else ms <= target)
 
 
 def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
@@ -115,6 +118,7 @@ def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
         format_attainment(prediction),
         *map(format_ms, astuple(prediction.ttft_ms)),
         *map(format_ms, astuple(prediction.tpot_ms)),
+        *map(format_ms, astuple(prediction.itl_ms)),
         format_number(prediction.cost_per_hour),
         format_power(prediction.power_watts),
         plan.algorithm,

@@ -27,6 +27,15 @@ class InterTokenLatencies:
             return 0.0
         return float(compute_middles()[np.searchsorted(sums, level * sums[-1])])
 
+    def compute_share(self, ms: float) -> float:
+        """Share of tokens that took at most so long; 1: there are none."""
+        total = self.counts.sum()
+        return float(self.counts[compute_middles() <= ms].sum() / total) if total else 1.0
+
+    def __add__(self, other: "InterTokenLatencies") -> "InterTokenLatencies":
+        """Of both simulations together."""
+        return InterTokenLatencies(self.counts + other.counts)
+
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:

@@ -32,6 +32,11 @@ from cleave.simulator.trace import PromptBlocks, Trace
 from cleave.simulator.validation import check_blocks, check_trace
 
 Fleet = SimulatedFleet | PreparedFleet
+Window = tuple[float, float]
+"""From the first moment until before the second, in ms."""
+_ALWAYS: Window = (0.0, math.inf)
+NEVER: Window = (0.0, 0.0)
+"""Counting costs up to a tenth of a simulation's time, so it is left out where nobody asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,10 @@ class Latencies(NamedTuple):
     """Requests that the simulation reached."""
     running_peaks: tuple[int, int, int]
     """Most requests that ran on a prefill, a decode and a mixed instance at once."""
+    itl: InterTokenLatencies
 
 
 _ROLES = (records.PREFILL, records.DECODE, records.MIXED)
-Window = tuple[float, float]
-"""From the first moment until before the second, in ms."""
-_ALWAYS: Window = (0.0, math.inf)
-_NEVER: Window = (0.0, 0.0)
-"""Counting costs up to a tenth of a simulation's time, so it is left out where nobody asks."""
 _MAX_EVENTS_PER_TOKEN = 64
 """A simulation that needs more thrashes: requests preempt each other and never end."""
 
@@ -82,11 +83,15 @@ def simulate(
 
 
 def measure_latencies(
-    fleet: Fleet, trace: Trace, seed: int = 0, verdict: EarlyVerdict | None = None
+    fleet: Fleet,
+    trace: Trace,
+    seed: int = 0,
+    verdict: EarlyVerdict | None = None,
+    itl_window: Window = NEVER,
 ) -> Latencies:
     """Latencies as in the result of `simulate`, which takes longer. With `verdict`, the simulation
     ends when that is known."""
-    arrays, state = _run_compiled(fleet, trace, seed, _NEVER, verdict)
+    arrays, state = _run_compiled(fleet, trace, seed, itl_window, verdict)
     requests = arrays["requests"]
     first = requests["first_token"]
     gaps = np.maximum(requests["output"] - 1, 1)
@@ -95,7 +100,8 @@ def measure_latencies(
     np.maximum.at(peaks, arrays["instances"]["role"], arrays["instances"]["running_peak"])
     prefill, decode, mixed = (int(peaks[role]) for role in _ROLES)
     ttft_ms, num_arrived = first - requests["arrival"], int(state["num_arrived"][0])
-    return Latencies(ttft_ms, tpot_ms, num_arrived, (prefill, decode, mixed))
+    itl = InterTokenLatencies(arrays["itl_counts"])
+    return Latencies(ttft_ms, tpot_ms, num_arrived, (prefill, decode, mixed), itl)
 
 
 def is_compiled(has_blocks: bool = False) -> bool:

@@ -65,7 +65,9 @@ def test_the_verdict_comes_first_and_the_selected_plan_is_marked(cli, file, said
     assert lines[0].startswith("disaggregate: 2 prefill instances, each on 2 x A100-SXM-80GB")
     assert lines[1] == answer.reason
     (marked,) = [line for line in lines if line.lstrip().startswith("*")]
-    shown = "2P tp2 + 1D tp2 6 9.40 1.57 99.9 % 111/240/533 20.7/28.8/43.6 10.8 fitted"
+    shown = (
+        "2P tp2 + 1D tp2 6 9.40 1.57 99.9 % 111/240/533 20.7/28.8/43.6 19.1/34.8/76.0 10.8 fitted"
+    )
     assert " ".join(marked.split()[1:]) == shown
     assert answer.what_would_change in lines
     assert f"warning: {answer.warnings[0]}" in lines
@@ -202,9 +204,11 @@ def test_only_a_terminal_sees_the_progress_bar(cli, file, said) -> None:
 
 def test_the_question_may_differ_from_the_file(cli, file, said) -> None:
     questions = said()
-    run(cli, file, "--rate", "9", "--slo-ttft", "250", "--slo-tpot", "30", "--seed", "5")
+    slo = ("--slo-ttft", "250", "--slo-tpot", "30", "--slo-itl-p99", "90")
+    run(cli, file, "--rate", "9", *slo, "--seed", "5")
     (problem,) = questions
     assert (problem.rate, problem.slo.ttft_ms, problem.slo.tpot_ms) == (9, 250, 30)
+    assert problem.slo.itl_p99_ms == 90
     assert (problem.slo.attainment, problem.seed) == (0.9, 5)
 
 
@@ -226,6 +230,7 @@ def test_a_trace_takes_the_place_of_lengths_and_keeps_the_burstiness(file, tmp_p
         ("  workload:", "  # workload:", (), "spec.workload: required"),
         ("", "", ("--rate", "0"), "--rate: must be > 0"),
         ("", "", ("--slo-ttft", "-1"), "--slo-ttft: must be > 0"),
+        ("", "", ("--slo-itl-p99", "0"), "--slo-itl-p99: must be > 0"),
         ("", "", ("--cluster", "/absent.yaml"), "/absent.yaml: No such file or directory"),
         ("", "", ("--trace", "/absent.csv"), "spec.workload: "),
     ],

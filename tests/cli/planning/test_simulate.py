@@ -71,7 +71,7 @@ def test_several_rates_are_a_line_each_and_more_load_is_never_better(cli, file) 
     assert shares == sorted(shares, reverse=True)
     assert shares[0] > 0.9 > shares[-1]
     _, heading, low, high, _ = run(cli, file, "--rates", "1,40").stdout.splitlines()
-    assert low.count(" ms ") == 6
+    assert low.count(" ms ") == 9
     assert [line.split()[-1] for line in (heading, low, high)] == ["SLO", "met", "missed"]
 
 
@@ -83,6 +83,10 @@ def test_the_seed_decides_and_the_same_one_repeats(cli, file) -> None:
 def test_the_question_may_differ_from_the_file(cli, file) -> None:
     (strict,) = json.loads(run(cli, file, "-o", "json", "--slo-ttft", "1").stdout)
     assert strict["ttftAttainment"] == 0
+    assert strict["itlMs"]["p50"] > 0
+    assert "; ITL P99 " in run(cli, file, "--slo-itl-p99", "1").stdout
+    missed = run(cli, file, "--rates", "1,2", "--slo-itl-p99", "1").stdout.splitlines()
+    assert [line.split()[-1] for line in missed[2:4]] == ["missed", "missed"]
     (quick,) = json.loads(run(cli, file, "-o", "json", "--rate", "9").stdout)
     assert quick["rate"] == 9
 

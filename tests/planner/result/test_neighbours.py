@@ -17,6 +17,7 @@ _SEEN = Prediction(
     1.0,
     _ZERO,
     _ZERO,
+    _ZERO,
     0.0,
     0.0,
     Confidence(LatencySource.MEASURED, "by hand", None),

@@ -11,12 +11,14 @@ from cleave.planner.search.context import SearchContext
 from cleave.planner.search.long_trials import sample_service
 from cleave.planner.search.trials import SampledService, Shares, Trials
 from cleave.policy.role_flipping import build_thresholds
-from cleave.simulator.outcome import SimulationResult
+from cleave.simulator.inter_token_latency import NUM_BINS
+from cleave.simulator.outcome import InterTokenLatencies, SimulationResult
 
 from tests.support import known_problems
 
 CHAT = known_problems.search(known_problems.problem(known_problems.chat(6.0)))
 ONE = known_problems.of_size(CHAT.problem)
+NO_GAPS = InterTokenLatencies(np.zeros(NUM_BINS, np.int64))
 
 
 def serve(trials: Trials, placement: CandidatePlacement, rate: float) -> SampledService:
@@ -90,7 +92,7 @@ def _scripted_samples(monkeypatch) -> None:
         if not isinstance(trials, Scripted):
             return sample_service(trials, fleet, rate, span, targets)
         met = trials.measure_shares(fleet, rate, targets, span).both
-        return SampledService(met, 0.0, np.zeros(0), np.zeros(0))
+        return SampledService(met, 0.0, met, np.zeros(0), np.zeros(0), NO_GAPS)
 
     monkeypatch.setattr(long_trials, "sample_service", sample)
 

@@ -1,5 +1,6 @@
 """Trials: the same requests at every rate, and a window without the empty ends."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -9,6 +10,8 @@ from cleave.planner.problem import Policies
 from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
+from cleave.simulator.inter_token_latency import NUM_BINS, compute_middles
+from cleave.simulator.outcome import InterTokenLatencies
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.workload import (
     Demand,
@@ -174,3 +177,37 @@ def test_a_trial_finds_in_caches_what_bounds_allow_at_most() -> None:
     served = goodput.find_goodput(trials, fleet, targets).rate
     blind = goodput.find_goodput(Trials(chats().without_reuse()), fleet, targets).rate
     assert served > 1.05 * blind
+
+
+@pytest.mark.parametrize("attainment", [0.9, 0.99, 1.0])
+def test_late_tokens_count_on_the_scale_of_late_requests(attainment: float) -> None:
+    targets = Targets(400, 40, attainment, itl_p99_ms=50.0)
+    middles = compute_middles()
+
+    def rate_late(percent: float) -> float:
+        counts = np.zeros(NUM_BINS, np.int64)
+        counts[np.searchsorted(middles, 20.0)] = round(1000 * (100 - percent))
+        counts[np.searchsorted(middles, 80.0)] = round(1000 * percent)
+        return targets.measure_itl(InterTokenLatencies(counts))
+
+    assert rate_late(0.0) == 1.0
+    assert rate_late(0.9) >= attainment
+    assert rate_late(1.1) < attainment or rate_late(1.1) == 0.0
+    assert rate_late(0.5) == pytest.approx(1.0 if attainment == 1 else (1 + attainment) / 2)
+    assert rate_late(100.0) == 0.0
+    assert (
+        replace(targets, itl_p99_ms=math.inf).measure_itl(InterTokenLatencies(middles > 0)) == 1.0
+    )
+
+
+def test_stalls_of_mixed_instances_fail_a_trial_that_means_would_pass() -> None:
+    problem = known_problems.problem(known_problems.chat(3.0, 1000, 100), policies=Policies())
+    search = known_problems.search(problem)
+    placement = known_problems.whole(problem, known_problems.of_size(problem))
+    fleet = build_cell(problem, placement)
+    trials, targets = search.trials, Targets(1600, 100, 0.9)
+    span = trials.compute_span(3.0, targets)
+    assert trials.holds(fleet, 3.0, targets, span)
+    assert trials.holds(fleet, 3.0, replace(targets, itl_p99_ms=400.0), span)
+    assert not trials.holds(fleet, 3.0, replace(targets, itl_p99_ms=100.0), span)
+    assert not trials.holds(fleet, 3.0, replace(targets, itl_p99_ms=40.0), span)

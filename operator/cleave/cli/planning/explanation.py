@@ -17,6 +17,7 @@ from cleave.planner.result.text import (
     format_percent,
     format_plan,
     format_pool,
+    format_targets,
 )
 from cleave.planner.scaling_law import growth
 from cleave.planner.scaling_law.aladdin import ScalingError, WorkerSize
@@ -59,8 +60,7 @@ def print_explanation(console: "Console", problem: Problem, result: PlanningResu
 
 def _describe_problem(problem: Problem) -> Iterator[Fact]:
     slo = problem.slo
-    targets = f"TTFT {format_ms(slo.ttft_ms)} and TPOT {format_ms(slo.tpot_ms)}"
-    target = f"{format_percent(slo.attainment)} within {targets}"
+    target = f"{format_percent(slo.attainment)} within {format_targets(slo)}"
     yield "input", f"{problem.shape.name}, {format_number(problem.rate)} req/s, {target}"
     summary = characterize(problem.demand.draw(_SAMPLE_REQUESTS, seed=problem.seed))
     yield "prompts", _format_lengths(summary.prompt_tokens)

@@ -34,6 +34,10 @@ TraceFile = Annotated[
 ]
 TtftTarget = Annotated[float | None, Option(help="TTFT target in ms. Overrides spec.slo.ttftMs.")]
 TpotTarget = Annotated[float | None, Option(help="TPOT target in ms. Overrides spec.slo.tpotMs.")]
+ItlTarget = Annotated[
+    float | None,
+    Option(help="ITL target in ms for 99 % of all tokens. Overrides spec.slo.itlP99Ms."),
+]
 Seed = Annotated[int, Option(min=0, help="Random seed of the generated requests.")]
 
 
@@ -45,6 +49,7 @@ class Overrides:
     trace: Path | None = None
     ttft_ms: float | None = None
     tpot_ms: float | None = None
+    itl_p99_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,11 @@ def apply_overrides(deployment: "LLMDeployment", overrides: Overrides) -> "LLMDe
         traffic = spec["workload"] = {**retained, "trace": {"path": path}}
     if overrides.rate is not None:
         traffic["rate"] = overrides.rate
-    for key, value in (("ttftMs", overrides.ttft_ms), ("tpotMs", overrides.tpot_ms)):
+    for key, value in (
+        ("ttftMs", overrides.ttft_ms),
+        ("tpotMs", overrides.tpot_ms),
+        ("itlP99Ms", overrides.itl_p99_ms),
+    ):
         if value is not None:
             spec["slo"][key] = value
     if not traffic:
@@ -189,6 +198,7 @@ def _attribute_to_option(fault: str, overrides: Overrides) -> str:
         "spec.workload.trace.path": ("--trace", overrides.trace),
         "spec.slo.ttftMs": ("--slo-ttft", overrides.ttft_ms),
         "spec.slo.tpotMs": ("--slo-tpot", overrides.tpot_ms),
+        "spec.slo.itlP99Ms": ("--slo-itl-p99", overrides.itl_p99_ms),
     }
     field, colon, text = fault.partition(":")
     option, value = options.get(field, ("", None))

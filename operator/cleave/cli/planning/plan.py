@@ -56,6 +56,7 @@ def plan(
     trace: inputs.TraceFile = None,
     slo_ttft: inputs.TtftTarget = None,
     slo_tpot: inputs.TpotTarget = None,
+    slo_itl_p99: inputs.ItlTarget = None,
     seed: inputs.Seed = 0,
 ) -> None:
     """Find the placement with the best goodput per GPU, and predict its latencies.
@@ -79,7 +80,7 @@ def plan(
     """
     if report is not None and not report.parent.is_dir():
         fail([f"--report {report}: folder {report.parent} does not exist"], BAD_INPUT)
-    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
+    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot, slo_itl_p99)
     planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
     if planning_input.deployment.spec.placement is not None:
         typer.echo("note: spec.placement is not used; cleave simulate predicts it", err=True)

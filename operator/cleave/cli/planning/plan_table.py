@@ -52,8 +52,8 @@ def show(console: "Console", result: PlanningResult, *, top: int, wide: bool) ->
 
 
 def build_table(plans: Sequence[Plan], selected: Plan | None, *, wide: bool) -> "Table":
-    """One row per plan; goodput in req/s, TTFT and TPOT as P50/P90/P99 in ms."""
-    figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "USD/H")
+    """One row per plan; goodput in req/s, TTFT, TPOT and ITL as P50/P90/P99 in ms."""
+    figures = ("GPUS", "GOODPUT", "PER GPU", "ATTAINED", "TTFT MS", "TPOT MS", "ITL MS", "USD/H")
     table = build_plain_table(("PLAN",), (*figures, *(("POWER", "95 %", "LIMITS") if wide else ())))
     for heading in ("FOUND BY", "TRUST") if wide else ("TRUST",):
         table.add_column(heading, no_wrap=True)
@@ -73,6 +73,7 @@ def _format_cells(plan: Plan, selected: Plan | None, *, wide: bool) -> Iterator[
     yield format_attainment(prediction)
     yield _format_percentiles(prediction.ttft_ms)
     yield _format_percentiles(prediction.tpot_ms)
+    yield _format_percentiles(prediction.itl_ms)
     yield format_number(prediction.cost_per_hour)
     if wide:
         yield format_power(prediction.power_watts)

@@ -52,6 +52,7 @@ def simulate(
     trace: inputs.TraceFile = None,
     slo_ttft: inputs.TtftTarget = None,
     slo_tpot: inputs.TpotTarget = None,
+    slo_itl_p99: inputs.ItlTarget = None,
     seed: inputs.Seed = 0,
 ) -> None:
     """Simulate the placement of a manifest under its workload.
@@ -75,7 +76,7 @@ def simulate(
     requested = _parse_rates(rates)
     if output is SimulateFormat.CSV and len(requested) > 1:
         fail(["--rates with -o csv: give a single rate, or use -o json"], BAD_INPUT)
-    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot)
+    overrides = inputs.Overrides(rate, trace, slo_ttft, slo_tpot, slo_itl_p99)
     planning_input = inputs.read_planning_input(file, cluster, overrides, seed)
     if cluster is not None:
         with report_input_errors():

@@ -4,6 +4,7 @@ import csv
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cleave.cli.output.tables import build_plain_table, convert_keys, print_full_width
@@ -14,6 +15,7 @@ from cleave.planner.result.text import (
     format_number,
     format_percent,
     format_pools,
+    format_targets,
 )
 from cleave.simulator.outcome import LatencyStage, compute_stage_ms
 
@@ -44,7 +46,7 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
         f"{format_percent(result.attainment)} within TTFT {format_ms(slo.ttft_ms)} "
         f"and TPOT {format_ms(slo.tpot_ms)} (target {format_percent(slo.attainment)}); "
         f"TTFT alone {format_percent(result.ttft_attainment)}, "
-        f"TPOT alone {format_percent(result.tpot_attainment)}",
+        f"TPOT alone {format_percent(result.tpot_attainment)}{_compare_itl(result, slo)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -63,23 +65,23 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
 
 def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Slo") -> None:
     """Print one line per rate."""
-    headings = ("RATE", "ATTAINED", "TTFT P50", "P90", "P99", "TPOT P50", "P90", "P99", "BUSIEST")
-    table = build_plain_table((), headings)
+    latencies = (f"{name} P50 P90 P99".split() for name in ("TTFT", "TPOT", "ITL"))
+    table = build_plain_table((), ("RATE", "ATTAINED", *chain.from_iterable(latencies), "BUSIEST"))
     table.add_column("SLO", no_wrap=True)
     for result in results:
-        is_met = result.attainment >= slo.attainment
+        is_met = result.holds(slo)
         table.add_row(
             format_number(result.rate),
             format_percent(result.attainment),
             *_format_percentiles(result.ttft_ms),
             *_format_percentiles(result.tpot_ms),
+            *_format_percentiles(result.itl_ms),
             format_percent(max(each.busy for each in result.instances)),
             "met" if is_met else "missed",
             style=None if is_met else "red",
         )
     print_full_width(console, table)
-    targets = f"TTFT {format_ms(slo.ttft_ms)}, TPOT {format_ms(slo.tpot_ms)}"
-    target = f"target: {format_percent(slo.attainment)} within {targets}"
+    target = f"target: {format_percent(slo.attainment)} within {format_targets(slo)}"
     console.print(target, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -109,6 +111,12 @@ def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -
         )
 
 
+def _compare_itl(result: SimulationSummary, slo: "Slo") -> str:
+    if slo.itl_p99_ms is None:
+        return ""
+    return f"; ITL P99 {format_ms(result.itl_ms.p99)} (target {format_ms(slo.itl_p99_ms)})"
+
+
 def _describe_losses(result: SimulationSummary) -> Iterator[str]:
     if result.num_too_long:
         yield f"{result.num_too_long:,} requests fit no instance: their KV exceeds its memory"
@@ -120,6 +128,7 @@ def _build_latency_table(result: SimulationSummary) -> "Table":
     table = build_plain_table(("LATENCY",), ("P50", "P90", "P99"))
     table.add_row("TTFT", *_format_percentiles(result.ttft_ms))
     table.add_row("TPOT", *_format_percentiles(result.tpot_ms))
+    table.add_row("ITL", *_format_percentiles(result.itl_ms))
     table.add_row("arrival to end", *_format_percentiles(result.latency_ms))
     return table
 

@@ -5,6 +5,7 @@ Called by `plan_search.plan` for the selected plan, whose attainment is that of 
 
 from collections.abc import Iterator, Sequence
 
+from cleave.api.deployment import Slo
 from cleave.planner.problem import Problem
 from cleave.planner.result.prediction import PredictedPlan
 from cleave.planner.result.text import (
@@ -31,7 +32,7 @@ def list_close_calls(
 ) -> Iterator[str]:
     """A warning if the selected plan serves the rate in one simulation and less with other
     requests, and one if a smaller placement misses the SLO by very little."""
-    plan, objective = selected.plan, problem.planning.objective
+    plan, objective, slo = selected.plan, problem.planning.objective, problem.slo
     if not has_margin(problem, selected):
         yield (
             f"no margin: over several samples of requests {format_plan(plan)} serves "
@@ -46,7 +47,12 @@ def list_close_calls(
         resources, near = min(smaller, key=lambda pair: (pair[0], -pair[1].share))
         pools = format_pools(to_planned_pools(near.placement), is_gpu_chosen=plan.is_gpu_chosen)
         yield (
-            f"close: {pools} with {format_resources(resources, objective)} has {near.share:.2%} of "
-            f"requests in time instead of {format_percent(problem.slo.attainment)}; other requests "
-            "may decide otherwise"
+            f"close: {pools} with {format_resources(resources, objective)} {_describe(near, slo)}; "
+            "other requests may decide otherwise"
         )
+
+
+def _describe(near: CloseCall, slo: Slo) -> str:
+    if slo.itl_p99_ms is not None:
+        return "misses the SLO by less than 1 % of requests or of late tokens"
+    return f"has {near.share:.2%} of requests in time instead of {format_percent(slo.attainment)}"

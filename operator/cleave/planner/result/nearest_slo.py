@@ -26,7 +26,7 @@ from cleave.planner.search.candidate_placement import (
 )
 from cleave.planner.search.candidates import Candidate, build_decode, build_mixed, build_prefill
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.trials import Targets
+from cleave.planner.search.trials import ITL_LEVEL, LATENCIES, Targets
 from cleave.simulator.outcome import compute_quantile
 
 _SHORTLIST_SIZE = 5
@@ -60,7 +60,8 @@ def find_nearest_slo(search: SearchContext, candidates: Sequence[Candidate]) -> 
     if scale is None:
         return None
     found = _retain_met_target(search, best.placement, scale)
-    return NearestSlo(scale, found.ttft_ms, found.tpot_ms, describe(best.placement))
+    itl_p99_ms = found.itl_p99_ms if math.isfinite(found.itl_p99_ms) else None
+    return NearestSlo(scale, found.ttft_ms, found.tpot_ms, itl_p99_ms, describe(best.placement))
 
 
 def _list_plans(search: SearchContext, found: Sequence[Candidate]) -> Iterator[CandidatePlacement]:
@@ -122,7 +123,7 @@ def _list_disaggregated(
 
 
 def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> float:
-    """Smallest factor on both targets that enough requests meet."""
+    """Smallest factor on all targets that enough requests meet."""
     trials, targets, rate = search.trials, search.targets, search.problem.rate / placement.copies
     fleet = build_cell(search.problem, placement)
     span = trials.compute_span(rate, targets)
@@ -130,7 +131,8 @@ def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> floa
         return math.inf  # its queues grow without bound, which a finite trace does not show
     outcome = trials.simulate(fleet, rate, span)
     missed = np.maximum(outcome.ttft_ms / targets.ttft_ms, outcome.tpot_ms / targets.tpot_ms)
-    return compute_quantile(missed[span.window], targets.attainment)
+    itl = outcome.itl.compute_quantile(ITL_LEVEL) / targets.itl_p99_ms
+    return max(compute_quantile(missed[span.window], targets.attainment), itl)
 
 
 def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | None:
@@ -146,13 +148,14 @@ def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | N
 def _retain_met_target(
     search: SearchContext, placement: CandidatePlacement, scale: float
 ) -> Targets:
-    """Targets that the plan meets: one of them as requested, if it may stay, the other scaled."""
-    requested, scaled = search.targets, search.targets.scale(scale)
-    options = (
-        replace(scaled, tpot_ms=requested.tpot_ms),
-        replace(scaled, ttft_ms=requested.ttft_ms),
-    )
-    return next((each for each in options if _are_targets_met(search, placement, each)), scaled)
+    """Targets that the plan meets: those that may stay as requested, the others scaled."""
+    found = search.targets.scale(scale)
+    for name in LATENCIES:
+        tighter = replace(found, **{name: getattr(search.targets, name)})
+        is_new = tighter not in (found, search.targets)
+        if is_new and _are_targets_met(search, placement, tighter):
+            found = tighter
+    return found
 
 
 def _are_targets_met(

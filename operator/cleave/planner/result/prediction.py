@@ -4,16 +4,21 @@ Called by the search for the plans that it lists. Trials are long here and repea
 seeds; short ones are only good enough to compare.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Plan, Prediction
 from cleave.planner.problem import Problem
-from cleave.planner.result.simulation_summary import compute_percentiles
+from cleave.planner.result.simulation_summary import (
+    compute_itl_percentiles,
+    compute_percentiles,
+)
 from cleave.planner.search import capacity_bound, goodput
 from cleave.planner.search.candidate_placement import (
     CandidatePlacement,
@@ -54,9 +59,13 @@ class PredictedPlan:
     span: TrialSpan
     """The counted part of `outcome`."""
 
-    def holds(self, attainment: float) -> bool:
-        """Whether the attainment target is met at the requested rate."""
-        return self.plan.prediction.attainment >= attainment
+    def holds(self, slo: Slo) -> bool:
+        """Whether the targets are met at the requested rate."""
+        return not self.is_uneven(slo) and self.plan.prediction.attainment >= slo.attainment
+
+    def is_uneven(self, slo: Slo) -> bool:
+        """Whether times between tokens miss their target."""
+        return self.plan.prediction.itl_ms.p99 > (slo.itl_p99_ms or math.inf)
 
 
 def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str) -> PredictedPlan:
@@ -74,7 +83,7 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
         with_threshold = replace(fleet, short_prompt_tokens=whole_below)
         shared = sample_service(trials, with_threshold, rate, span, targets)
         # A decode instance with just enough room for its own work cannot take prompts as well.
-        if shared.attainment >= min(found.attainment, targets.attainment):
+        if shared.share >= min(found.share, targets.attainment):
             fleet, found = with_threshold, shared
             outcome = trials.simulate(fleet, rate, span)
         else:
@@ -153,6 +162,7 @@ def _build_prediction(
         attainment_error=found.error,
         ttft_ms=compute_percentiles(found.ttft_ms),
         tpot_ms=compute_percentiles(found.tpot_ms),
+        itl_ms=compute_itl_percentiles(found.itl),
         cost_per_hour=placement.get_resources(Objective.COST),
         power_watts=placement.get_resources(Objective.POWER),
         trust=max(

@@ -11,6 +11,7 @@ from cleave.api.role import Role
 from cleave.planner.plan import Percentiles
 from cleave.simulator.fleet import SimulatedFleet
 from cleave.simulator.outcome import (
+    InterTokenLatencies,
     LatencyStage,
     RequestOutcome,
     SimulationResult,
@@ -19,6 +20,8 @@ from cleave.simulator.outcome import (
     compute_stage_ms,
     compute_stage_shares,
 )
+
+_LEVELS = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +75,17 @@ class SimulationSummary:
     """Share of prompt tokens found in prefix caches; 0 unless the trace has hashes of blocks."""
     ttft_ms: Percentiles
     tpot_ms: Percentiles
+    itl_ms: Percentiles
+    """Of all times between tokens."""
     latency_ms: Percentiles
     """From arrival to the last token."""
     stages: tuple[StageTime, ...]
     instances: tuple[InstanceLoad, ...]
+
+    def holds(self, slo: Slo) -> bool:
+        """Whether all targets are met."""
+        is_even = self.itl_ms.p99 <= (slo.itl_p99_ms or math.inf)
+        return is_even and self.attainment >= slo.attainment
 
 
 def summarize(
@@ -96,6 +106,7 @@ def summarize(
         cached_share=outcome.cached_share,
         ttft_ms=compute_percentiles(outcome.ttft_ms),
         tpot_ms=compute_percentiles(outcome.tpot_ms),
+        itl_ms=compute_itl_percentiles(outcome.itl),
         latency_ms=compute_percentiles(outcome.end_ms - outcome.arrival_ms),
         stages=tuple(_summarize_stages(outcome)),
         instances=tuple(_summarize_instances(outcome, fleet, mfu)),
@@ -104,7 +115,12 @@ def summarize(
 
 def compute_percentiles(values: Times) -> Percentiles:
     """P50, P90 and P99; nan counts as infinite."""
-    return Percentiles(*(compute_quantile(values, level) for level in (0.5, 0.9, 0.99)))
+    return Percentiles(*(compute_quantile(values, level) for level in _LEVELS))
+
+
+def compute_itl_percentiles(itl: InterTokenLatencies) -> Percentiles:
+    """The same of times between tokens."""
+    return Percentiles(*map(itl.compute_quantile, _LEVELS))
 
 
 def list_instance_names(fleet: SimulatedFleet) -> list[str]:

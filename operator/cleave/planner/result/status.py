@@ -15,6 +15,7 @@ from cleave.api.plan import (
 )
 from cleave.planner.plan import (
     EMULATED_GPU,
+    NearestSlo,
     Percentiles,
     Plan,
     PlannedKvLink,
@@ -64,6 +65,7 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         attainment=_round(prediction.attainment),
         ttft_ms=_build_percentiles(prediction.ttft_ms),
         tpot_ms=_build_percentiles(prediction.tpot_ms),
+        itl_ms=_build_percentiles(prediction.itl_ms),
         cost_per_hour=prediction.cost_per_hour,
         power_watts=prediction.power_watts,
         trust=describe_trust(prediction.trust),
@@ -94,8 +96,7 @@ def build_document(result: PlanningResult, max_alternatives: int) -> Document:
         "reason": result.reason,
         "whatWouldChange": result.what_would_change,
         "currency": "USD",
-        "nearestSlo": slo
-        and {"scale": slo.scale, "ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, "plan": slo.plan},
+        "nearestSlo": slo and _dump_nearest_slo(slo),
         "reuse": reuse and reuse.model_dump(mode="json", exclude_none=True),
         "selected": result.selected and _dump_option(result.selected),
         "alternatives": [_dump_option(plan) for plan in result.alternatives[:max_alternatives]],
@@ -114,6 +115,12 @@ def build_manual_placement(plan: Plan) -> Document:
     pools = (replace(pool, gpu=None) if pool.gpu == EMULATED_GPU else pool for pool in plan.pools)
     manual = [each.model_dump(mode="json", exclude_none=True) for each in to_role_pools(pools)]
     return {"manual": manual}
+
+
+def _dump_nearest_slo(slo: NearestSlo) -> Document:
+    itl = {} if slo.itl_p99_ms is None else {"itlP99Ms": slo.itl_p99_ms}
+    targets = {"ttftMs": slo.ttft_ms, "tpotMs": slo.tpot_ms, **itl}
+    return {"scale": slo.scale, **targets, "plan": slo.plan}
 
 
 def _dump_option(plan: Plan) -> Document:

@@ -3,12 +3,14 @@
 import math
 from collections.abc import Sequence
 
+from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.role import Role
 from cleave.perf.estimate import Confidence, LatencySource
 from cleave.perf.known_errors import Spread
 from cleave.planner.plan import (
     WIDE_ERROR,
+    NearestSlo,
     Plan,
     PlannedPool,
     PlanningResult,
@@ -83,6 +85,14 @@ def format_ms(value: float) -> str:
     if not math.isfinite(value):
         return "never"
     return f"{value / 1000:.2f} s" if value >= 1000 else f"{format_number(value)} ms"
+
+
+def format_targets(slo: Slo | NearestSlo) -> str:
+    """`TTFT 400 ms and TPOT 40 ms`, `TTFT 400 ms, TPOT 40 ms and ITL P99 60 ms`."""
+    targets = [f"TTFT {format_ms(slo.ttft_ms)}", f"TPOT {format_ms(slo.tpot_ms)}"]
+    if slo.itl_p99_ms is not None:
+        targets.append(f"ITL P99 {format_ms(slo.itl_p99_ms)}")
+    return f"{', '.join(targets[:-1])} and {targets[-1]}"
 
 
 def format_percent(share: float) -> str:

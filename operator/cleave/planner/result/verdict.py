@@ -7,7 +7,7 @@ disaggregated.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,8 +27,9 @@ from cleave.planner.result.text import (
     format_percent,
     format_plan,
     format_resources,
+    format_targets,
 )
-from cleave.planner.search.trials import TrialSpan
+from cleave.planner.search.trials import ITL_LEVEL, TrialSpan
 from cleave.simulator.outcome import SimulationResult, compute_quantile
 
 _RELATIVE_TOLERANCE = 1e-6
@@ -49,13 +50,13 @@ def rank_plans(problem: Problem, finalists: Sequence[PredictedPlan]) -> Ranking:
     objective = problem.planning.objective
 
     def key(each: PredictedPlan) -> tuple[bool, float, float]:
-        holds = each.holds(problem.slo.attainment)
+        holds = each.holds(problem.slo)
         taken = float(f"{each.placement.get_resources(objective):.6g}") if holds else 0.0
         return not holds, taken, -each.plan.prediction.goodput
 
     ordered = sorted(finalists, key=key)
     allowed = [each for each in ordered if _is_allowed(problem, each)]
-    if not allowed or not allowed[0].holds(problem.slo.attainment):
+    if not allowed or not allowed[0].holds(problem.slo):
         return Ranking(PlanVerdict.INFEASIBLE, tuple(ordered))
     selected = _select_simplest(problem, allowed)
     others = [each for each in ordered if each is not selected]
@@ -76,12 +77,12 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     selected, other = ranking.ordered[0], find_rival(ranking)
     plan = selected.plan
     holds = "holds" if has_margin(problem, selected) else "just holds"
-    if not selected.holds(problem.slo.attainment):
+    if not selected.holds(problem.slo):
         holds = "nearly holds"
     summary = (
         f"{format_plan(plan)} {holds} {format_number(problem.rate)} req/s with "
         f"{format_gpus(plan.gpus)} ({format_attainment(plan.prediction)} of requests in "
-        "time)"
+        f"time{_describe_itl(problem, selected)})"
     )
     if plan.max_model_len is not None:
         summary = f"{summary}; {_explain_limit(problem, plan.max_model_len)}"
@@ -95,6 +96,12 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"do not disaggregate: {summary}; {compared}"
     return "; ".join(filter(None, (summary, compared, why_affinity)))
+
+
+def _describe_itl(problem: Problem, finalist: PredictedPlan) -> str:
+    if problem.slo.itl_p99_ms is None:
+        return ""
+    return f", 99 % of tokens within {format_ms(finalist.plan.prediction.itl_ms.p99)}"
 
 
 def _explain_limit(problem: Problem, tokens: int) -> str:
@@ -111,12 +118,12 @@ def explain_infeasible(problem: Problem, ranking: Ranking, nearest: NearestSlo |
     """One sentence: why there is no plan, and what SLO is feasible."""
     slo = problem.slo
     target = (
-        f"TTFT {format_ms(slo.ttft_ms)} and TPOT {format_ms(slo.tpot_ms)} for "
-        f"{format_percent(slo.attainment)} of {format_number(problem.rate)} req/s"
+        f"{format_targets(slo)} for {format_percent(slo.attainment)} of "
+        f"{format_number(problem.rate)} req/s"
     )
     would = (
-        f"nearest SLO that holds is TTFT {format_ms(nearest.ttft_ms)} and TPOT "
-        f"{format_ms(nearest.tpot_ms)} ({format_number(nearest.scale)} times the "
+        f"nearest SLO that holds is {format_targets(nearest)} ({format_number(nearest.scale)} "
+        "times the "
         f"requested {_name_longer(slo, nearest)}), with {nearest.plan}"
         if nearest
         else f"no multiple of this SLO was found that {format_gpus(problem.max_gpus)} "
@@ -156,10 +163,12 @@ def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | 
     return f"{' or '.join(remedies)} would make it feasible"
 
 
-def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float | None) -> str:
+def describe_runner_up(
+    problem: Problem, ranking: Ranking, switch_ms: Mapping[str, float] | None
+) -> str:
     """One sentence: the runner-up, and what would make it the selected plan.
 
-    `switch_tpot_ms`: TPOT target from which instances of the best colocated plan need no more than
+    `switch_ms`: targets by name from which instances of the best colocated plan need no more than
     the selected disaggregated one; None: they do already, or one of them takes more.
     """
     if len(ranking.ordered) < 2:
@@ -170,14 +179,23 @@ def describe_runner_up(problem: Problem, ranking: Ranking, switch_tpot_ms: float
     runner_up = f"the runner-up is {_format_plan(problem, other)}"
     if ranking.verdict is PlanVerdict.COLOCATE:
         return f"{runner_up}; {_describe_limit(problem, ranking.ordered[0])}"
-    if switch_tpot_ms is None:
+    if switch_ms is None:
         return runner_up
-    if math.isinf(switch_tpot_ms):
+    if math.isinf(switch_ms.get("TPOT", 0.0)):
         return f"{runner_up}; no TPOT target makes it need no more, as TTFT is missed"
-    return (
-        f"{runner_up}; from a TPOT target of {format_ms(switch_tpot_ms)} on its instances need "
-        "no more resources"
+    targets = " and ".join(
+        f"{'an' if name.startswith('ITL') else 'a'} {name} target of {format_ms(ms)}"
+        for name, ms in switch_ms.items()
     )
+    return f"{runner_up}; from {targets} on its instances need no more resources"
+
+
+def compute_switch_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) -> dict[str, float]:
+    """By name the targets that these requests miss, as long as they would have to be."""
+    tpot_ms = compute_min_tpot_ms(outcome, span, slo)
+    itl_ms = outcome.itl.compute_quantile(ITL_LEVEL)
+    missed = {"ITL P99": itl_ms} if itl_ms > (slo.itl_p99_ms or math.inf) else {}
+    return {"TPOT": tpot_ms, **missed} if tpot_ms > slo.tpot_ms or not missed else missed
 
 
 def compute_min_tpot_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) -> float:
@@ -204,7 +222,7 @@ def _select_simplest(problem: Problem, allowed: Sequence[PredictedPlan]) -> Pred
     equal = [
         other
         for other in allowed[1:]
-        if other.holds(problem.slo.attainment)
+        if other.holds(problem.slo)
         and other.placement.get_resources(objective) <= taken
         and not _is_surely_better(first, other)
     ]
@@ -224,11 +242,18 @@ def _compare(
         return f"no {kind} meets this SLO"
     objective = problem.planning.objective
     ours, theirs = (each.placement.get_resources(objective) for each in (selected, other))
-    if not other.holds(problem.slo.attainment):
+    if not other.holds(problem.slo):
         served = format_number(other.plan.prediction.goodput)
         taken = format_resources(theirs, objective)
+        stalls = ""
+        if problem.slo.itl_p99_ms is not None and other.is_uneven(problem.slo):
+            stalls = (
+                f": its ITL P99 is {format_ms(other.plan.prediction.itl_ms.p99)} at this rate, "
+                f"the target {format_ms(problem.slo.itl_p99_ms)}"
+            )
         return (
             f"no {kind} that holds the rate was found; the best serves {served} req/s with {taken}"
+            f"{stalls}"
         )
     if abs(ours - theirs) > _RELATIVE_TOLERANCE * ours:
         return (
@@ -262,15 +287,22 @@ def _describe_limit(problem: Problem, selected: PredictedPlan) -> str:
     """The TPOT target and the rate at which a colocated plan stops being enough."""
     tpot_ms = compute_min_tpot_ms(selected.outcome, selected.span, problem.slo)
     rate = max(problem.rate, selected.plan.prediction.goodput)
+    itl = ""
+    if problem.slo.itl_p99_ms is not None:
+        itl = f", an ITL P99 target of {format_ms(selected.plan.prediction.itl_ms.p99)}"
     return (
-        f"below a TPOT target of {format_ms(tpot_ms)} or above {format_number(rate)} req/s the "
-        "colocated plan needs more GPUs and the choice is open again"
+        f"below a TPOT target of {format_ms(tpot_ms)}{itl} or above {format_number(rate)} req/s "
+        "the colocated plan needs more GPUs and the choice is open again"
     )
 
 
 def _name_longer(slo: Slo, nearest: NearestSlo) -> str:
     """The targets of the nearest SLO that are longer than the requested ones."""
-    is_longer = {"TTFT": nearest.ttft_ms > slo.ttft_ms, "TPOT": nearest.tpot_ms > slo.tpot_ms}
+    is_longer = {
+        "TTFT": nearest.ttft_ms > slo.ttft_ms,
+        "TPOT": nearest.tpot_ms > slo.tpot_ms,
+        "ITL P99": (nearest.itl_p99_ms or 0.0) > (slo.itl_p99_ms or 0.0),
+    }
     names = [name for name, longer in is_longer.items() if longer]
     return f"{names[0]} target" if len(names) == 1 else "SLO"
 

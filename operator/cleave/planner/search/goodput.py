@@ -64,7 +64,7 @@ def find_goodput(
     upper = min(capacity_bound.compute_fleet_rate(fleet, lengths), trials.max_rate)
     if upper <= at_least or not can_meet_targets(trials, fleet, targets):
         return Goodput(0.0, 0.0)
-    estimate = capacity_bound.estimate_rate(fleet, lengths, targets.tpot_ms)
+    estimate = capacity_bound.estimate_rate(fleet, lengths, targets.longest_gap_ms)
     guess = max(estimate, at_least * _FIRST_STEP)
     bisection = _Bisection.start(trials, fleet, targets, min(guess, upper))
     if at_least > 0 and not bisection.holds(at_least):

@@ -6,7 +6,9 @@ half, so that one sample says little, and the one in which a placement was found
 samples here are none of the search's.
 """
 
+import functools
 import math
+import operator
 
 import numpy as np
 
@@ -24,7 +26,7 @@ from cleave.planner.search.trials import (
     TrialSpan,
 )
 from cleave.simulator.fleet import SimulatedFleet
-from cleave.simulator.outcome import Times
+from cleave.simulator.outcome import InterTokenLatencies, Times
 
 _CLOSE_SHARE = 0.01
 """A placement that misses the attainment target by less than this is named."""
@@ -63,7 +65,7 @@ def measure_mean(search: SearchContext, placement: CandidatePlacement) -> float:
     fleet, rate = build_deployed_cell(search.problem, placement, 0), search.problem.rate
     rate, attainment = rate / placement.copies, search.targets.attainment
     span = trials.compute_span(rate, search.targets)
-    mean = sample_service(trials, fleet, rate, span, search.targets).attainment
+    mean = sample_service(trials, fleet, rate, span, search.targets).share
     if attainment - _CLOSE_SHARE < mean < attainment:
         search.close_calls.append(CloseCall(placement, mean))
     return mean
@@ -79,17 +81,21 @@ def sample_service(
         return trials.services[key]
     shares: list[float] = []
     latencies: list[tuple[Times, Times]] = []
+    itl: list[InterTokenLatencies] = []
     error = enough = math.inf
     while len(shares) < _FEWEST or (error > enough and len(shares) < _MOST):
         other = trials.with_seed(trials.seed + _FIRST_SEED + len(shares))
         outcome = other.simulate(fleet, rate, span)
         ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
         latencies.append((ttft_ms, tpot_ms))
+        itl.append(outcome.itl)
         shares.append(float(np.mean((ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms))))
         error = compute_half_interval(shares) if len(shares) > 1 else math.inf
         enough = max(WIDE_ERROR, abs(float(np.mean(shares)) - targets.attainment))
     ttft_ms, tpot_ms = map(np.concatenate, zip(*latencies, strict=True))
-    found = SampledService(float(np.mean(shares)), error, ttft_ms, tpot_ms)
+    attainment, tokens = float(np.mean(shares)), functools.reduce(operator.add, itl)
+    share = min(attainment, targets.measure_itl(tokens))
+    found = SampledService(attainment, error, share, ttft_ms, tpot_ms, tokens)
     return trials.services.setdefault(key, found)
 
 

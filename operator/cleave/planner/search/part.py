@@ -40,7 +40,7 @@ class PlacementPart:
         rate, trials = search.problem.rate, search.trials
         lengths = trials.get_lengths(trials.compute_span(rate, search.targets).total)
         bound = capacity_bound.compute_fleet_rate(fleet, lengths)
-        likely = capacity_bound.estimate_rate(fleet, lengths, search.targets.tpot_ms)
+        likely = capacity_bound.estimate_rate(fleet, lengths, search.targets.longest_gap_ms)
         self.least = max(math.ceil(rate / bound), 1)
         self.estimate = max(math.ceil(rate / likely), self.least)
         self.price = search.get_resources(self.unit)

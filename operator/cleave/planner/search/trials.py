@@ -22,13 +22,24 @@ import numpy as np
 from cleave.api.deployment import Slo
 from cleave.planner.search.capacity_bound import LengthStatistics
 from cleave.simulator.fleet import SimulatedFleet
-from cleave.simulator.outcome import SimulationResult, Times
-from cleave.simulator.run import EarlyVerdict, PreparedFleet, measure_latencies, simulate
+from cleave.simulator.outcome import InterTokenLatencies, SimulationResult, Times
+from cleave.simulator.run import (
+    NEVER,
+    EarlyVerdict,
+    PreparedFleet,
+    Window,
+    measure_latencies,
+    simulate,
+)
 from cleave.simulator.trace import Trace
 from cleave.traffic.workload import Demand
 
 Fleet = SimulatedFleet | PreparedFleet
 
+LATENCIES = ("tpot_ms", "itl_p99_ms", "ttft_ms")
+"""The fields of Targets that are latencies."""
+ITL_LEVEL = 0.99
+"""Share of tokens that must follow within `Targets.itl_p99_ms`."""
 MIN_TTFT_TARGETS = 100.0
 """Shortest duration of a trial, in TTFT targets."""
 _MAX_SAMPLE_FACTOR = 4
@@ -94,30 +105,49 @@ class Targets:
     ttft_ms: float
     tpot_ms: float
     attainment: float
+    itl_p99_ms: float = math.inf
+    """Of all tokens together, not of a request."""
 
     @classmethod
     def from_slo(cls, slo: Slo) -> Self:
         """The targets of a deployment's SLO."""
-        return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment)
+        return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment, slo.itl_p99_ms or math.inf)
 
     def scale(self, scale: float) -> "Targets":
-        """The same with both latencies multiplied by `scale`."""
-        return replace(self, ttft_ms=self.ttft_ms * scale, tpot_ms=self.tpot_ms * scale)
+        """The same with all latencies multiplied by `scale`."""
+        latencies = {name: getattr(self, name) * scale for name in LATENCIES}
+        return replace(self, **latencies)
+
+    def measure_itl(self, itl: InterTokenLatencies) -> float:
+        """The share of tokens in time on the scale of `attainment`: as far above or below it as
+        their share is above or below 99 %, in parts of what may be late."""
+        if math.isinf(self.itl_p99_ms):
+            return 1.0
+        late = (1 - itl.compute_share(self.itl_p99_ms)) / (1 - ITL_LEVEL)
+        if self.attainment == 1:
+            return float(late <= 1)
+        return max(1 - late * (1 - self.attainment), 0.0)
+
+    @property
+    def longest_gap_ms(self) -> float:
+        """Longest iteration of an instance that only decodes and meets the targets, in ms."""
+        return min(self.tpot_ms, self.itl_p99_ms)
 
     @property
     def prefill_only(self) -> "Targets":
         """For DistServe's simu_prefill: TTFT alone."""
-        return replace(self, tpot_ms=math.inf)
+        return replace(self, tpot_ms=math.inf, itl_p99_ms=math.inf)
 
     @property
     def decode_only(self) -> "Targets":
-        """For DistServe's simu_decode: TPOT alone."""
+        """For DistServe's simu_decode: without TTFT."""
         return replace(self, ttft_ms=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the counted requests of one trial that met the targets."""
+    """Shares of the counted requests of one trial that met the targets. Where times between tokens
+    have a target that tokens meet worse, the first and third are `Targets.measure_itl` of them."""
 
     both: float
     """Both targets."""
@@ -137,9 +167,12 @@ class SampledService:
     """Mean share of the requests that meet both targets."""
     error: float
     """Half of its 95 % confidence interval."""
+    share: float
+    """`attainment`; less where times between tokens have a target that tokens meet worse."""
     ttft_ms: Times
     """Of the requests of all samples."""
     tpot_ms: Times
+    itl: InterTokenLatencies
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +271,10 @@ class Trials:
         counted = range(span.window.start, span.window.stop)
         verdict = EarlyVerdict(counted, targets.ttft_ms, targets.tpot_ms, max_missed)
         trace = self.build_trace(span.total, rate)
-        ttft_ms, tpot_ms, arrived, peaks = measure_latencies(fleet, trace, self.seed, verdict)
+        window = NEVER if math.isinf(targets.itl_p99_ms) else _find_window(trace, span)
+        ttft_ms, tpot_ms, arrived, peaks, itl = measure_latencies(
+            fleet, trace, self.seed, verdict, window
+        )
         self._record(arrived)
         # nan (an unfinished request) compares as missing its target.
         is_ttft_met = ttft_ms[span.window] <= targets.ttft_ms
@@ -246,7 +282,8 @@ class Trials:
         is_slow = tpot_ms[span.window] > targets.tpot_ms
         outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met, is_slow)
         both, ttft, tpot, slow = (float(np.count_nonzero(x)) / len(x) for x in outcomes)
-        return Shares(both, ttft, tpot, slow, peaks)
+        tokens = targets.measure_itl(itl)
+        return Shares(min(both, tokens), ttft, min(tpot, tokens), slow, peaks)
 
     def holds(self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan) -> bool:
         """Simulate `fleet` at `rate`: whether the attainment target is met."""
@@ -256,7 +293,8 @@ class Trials:
     def simulate(self, fleet: Fleet, rate: float, span: TrialSpan) -> SimulationResult:
         """Simulate `fleet` at `rate` and return the outcome of all requests."""
         self._record(span.total)
-        return simulate(fleet, self.build_trace(span.total, rate), self.seed)
+        trace = self.build_trace(span.total, rate)
+        return simulate(fleet, trace, self.seed, _find_window(trace, span))
 
     def build_trace(self, num: int, rate: float) -> Trace:
         """`num` requests at exactly `rate`; another rate scales the gaps of the same requests."""
@@ -295,6 +333,12 @@ class Trials:
         ttft_ms = targets.ttft_ms if math.isfinite(targets.ttft_ms) else 0.0
         tpot_ms = targets.tpot_ms if math.isfinite(targets.tpot_ms) else 0.0
         return ttft_ms + tpot_ms * lengths.decode_steps
+
+
+def _find_window(trace: Trace, span: TrialSpan) -> Window:
+    """The time in which the counted requests arrive, for times between tokens."""
+    counted = trace.arrival_ms[span.window]
+    return float(counted[0]), float(counted[-1])
 
 
 @functools.lru_cache(maxsize=16)
