@@ -75,9 +75,10 @@ def draw_problem(number: int) -> Problem:
 
 def draw_large_problem(number: int, part_gpus: int) -> Problem:
     """The problem of this number at a rate for several parts of so many GPUs, on nodes for 5 to 11.
-    It has mixed instances only, which take less time to plan."""
+    Those of every third number may be disaggregated, which takes longer to plan."""
     rng, few = np.random.default_rng(number), draw_problem(number)
-    planning = few.planning.model_copy(update={"disaggregation": Disaggregation.NEVER})
+    kinds = Disaggregation.AUTO if number % 3 == 0 else Disaggregation.NEVER
+    planning = few.planning.model_copy(update={"disaggregation": kinds})
     few = replace(few, planning=planning, max_nodes_per_instance=1)
     (supply,), chosen = few.supplies, choose(few)
     num_nodes = int(rng.integers(5 * part_gpus // 8, 12 * part_gpus // 8))
