@@ -339,11 +339,15 @@ def test_a_request_that_fits_no_memory_is_left_out_and_the_others_are_served() -
 def test_measuring_gives_what_simulating_gives() -> None:
     trace = draw_trace(300, 6)
     prepared = prepare_fleet(disaggregated())
-    ttft, tpot, num_arrived, _ = measure_latencies(prepared, trace)
-    outcome = simulate(prepared, trace)
-    assert (ttft == outcome.ttft_ms).all()
-    assert (tpot == outcome.tpot_ms).all()
-    assert num_arrived == len(trace)
+    window = 10_000.0, 30_000.0
+    found = measure_latencies(prepared, trace, itl_window=window)
+    outcome = simulate(prepared, trace, itl_window=window)
+    assert (found.ttft_ms == outcome.ttft_ms).all()
+    assert (found.tpot_ms == outcome.tpot_ms).all()
+    assert (found.itl.counts == outcome.itl.counts).all()
+    assert 0 < found.itl.counts.sum() < trace.output_tokens.sum() - len(trace)
+    assert found.num_arrived == len(trace)
+    assert not measure_latencies(prepared, trace).itl.counts.any()
 
 
 def test_a_simulation_ends_when_its_verdict_is_known() -> None:

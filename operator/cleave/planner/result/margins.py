@@ -54,5 +54,5 @@ def list_close_calls(
 
 def _describe(near: CloseCall, slo: Slo) -> str:
     if slo.itl_p99_ms is not None:
-        return "misses the SLO by less than 1 % of requests or of late tokens"
+        return "misses the SLO by very little"
     return f"has {near.share:.2%} of requests in time instead of {format_percent(slo.attainment)}"
