@@ -42,19 +42,19 @@ def record_seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_samples_are_none_of_the_searchs_and_end_when_they_agree(monkeypatch) -> None:
     seeds, trials = record_seeds(monkeypatch), Trials(CHAT.problem.demand)
     found = serve(trials, known_problems.whole(CHAT.problem, ONE, 8), 6.0)
-    assert seeds == [101, 102, 103]
+    assert seeds == [*range(101, 109)]
     assert found.error < 0.01
-    assert len(found.ttft_ms) == 3 * trials.compute_span(6.0, CHAT.targets).counted
+    assert len(found.ttft_ms) == 8 * trials.compute_span(6.0, CHAT.targets).counted
 
 
 def test_what_was_sampled_is_not_served_again(monkeypatch) -> None:
     seeds, trials = record_seeds(monkeypatch), Trials(CHAT.problem.demand)
     ample = known_problems.whole(CHAT.problem, ONE, 8)
     assert serve(trials, ample, 6.0) is serve(trials, ample, 6.0)
-    assert len(seeds) == 3
+    assert len(seeds) == 8
 
 
-def test_samples_on_both_sides_of_the_target_are_thirty(monkeypatch) -> None:
+def test_samples_on_both_sides_of_the_target_are_forty(monkeypatch) -> None:
     trials, real = Trials(CHAT.problem.demand), Trials.simulate
 
     def simulate(trials: Trials, *given) -> SimulationResult:
@@ -69,7 +69,7 @@ def test_samples_on_both_sides_of_the_target_are_thirty(monkeypatch) -> None:
     monkeypatch.setattr(Trials, "simulate", simulate)
     found = serve(trials, known_problems.whole(CHAT.problem, ONE, 8), 6.0)
     assert found.error > 0.01
-    assert len(found.ttft_ms) == 30 * trials.compute_span(6.0, CHAT.targets).counted
+    assert len(found.ttft_ms) == 40 * trials.compute_span(6.0, CHAT.targets).counted
 
 
 @dataclass
