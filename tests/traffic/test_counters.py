@@ -120,6 +120,8 @@ def test_answers_that_are_not_streamed_have_no_goodput(metrics: GatewayMetrics) 
         ('cleave_gateway_requests_total{model="m', "not a page of metrics"),
         ("", "without metrics"),
         ("up 1.0\n", "without metrics"),
+        ("cleave_gateway_plan_threshold_tokens NaN\n", "not a page of metrics"),
+        ("cleave_gateway_requests_total +Inf\n", "not a page of metrics"),
     ],
 )
 def test_another_page_is_refused(page: str, said: str) -> None:

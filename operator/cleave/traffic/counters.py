@@ -201,6 +201,8 @@ def _group_samples(page: str) -> Mapping[str, list[Sample]]:
     samples = defaultdict(list)
     for family in text_string_to_metric_families(page):
         for sample in family.samples:
+            if not math.isfinite(sample.value):
+                raise ValueError(f"{sample.name} is {sample.value}")
             samples[sample.name].append(sample)
     return samples
 
