@@ -5,6 +5,7 @@ arrays or links; it shares the latency model and the decisions of policy/ with t
 """
 
 import heapq
+import itertools
 import math
 from collections import deque
 
@@ -54,7 +55,7 @@ class Reference:
             group = [rest.popleft() for _ in range(rest[0].engine.ranks)]
             self.ranks |= {each.number: group for each in group}
         self.events: list[tuple[float, int, int, object]] = []
-        self.sequence = self.pulls = 0
+        self.numbers = itertools.count(1)
         self.last_pick = 0
         self.prompts: deque[Request] = deque()
         self.handoffs: deque[Request] = deque()
@@ -78,9 +79,9 @@ class Reference:
             self.at(self.now + 1_000.0, FLIP_CHECK, None)
 
     def at(self, time: float, kind: int, what: object) -> None:
-        self.sequence += 1
-        order = what.number if kind == ITERATION else self.sequence
-        heapq.heappush(self.events, (time, kind, order * 1_000_000 + self.sequence, what))
+        number = next(self.numbers)
+        order = what.number if kind == ITERATION else number
+        heapq.heappush(self.events, (time, kind, order * 1_000_000 + number, what))
 
     # --- routing ---
 
@@ -191,12 +192,11 @@ class Reference:
 
     def pull(self, instance: Instance, request: Request) -> None:
         instance.pulling += 1
-        self.pulls += 1
-        request.pull_number = self.pulls
+        request.pull_number = next(self.numbers)
         request.joined = request.todo
         request.pull_cached = instance.take_cached(request, self.now)
-        instance.take(request_kv := request, request.todo, self.now)
-        instance.keep(request_kv, request.todo - 1, self.now)
+        instance.take(request, request.todo, self.now)
+        instance.keep(request, request.todo - 1, self.now)
         transfer, source = self.fleet.transfer, request.prefill
         request.transfer_start = end = self.now
         if source:
@@ -483,6 +483,7 @@ class Reference:
         i.cache_prompt(request, request.prompt)
         i.pulling -= 1
         i.running += 1
+        request.member_number = next(self.numbers)
         slot.members.append(request)
         slot.decoding.append(request)
 
@@ -505,6 +506,7 @@ class Reference:
         i.prompt_tokens += count
         request.computed = end
         if end == request.todo:
+            request.member_number = next(self.numbers)
             slot.prompts.append(request)
         else:
             i.partial = request
@@ -542,11 +544,10 @@ class Reference:
         for request in slot.prompts:
             self.end_prompt(i, slot, request)
         slot.prompts = []
+        slot.members.sort(key=lambda each: each.member_number)
 
     def leave(self, i: Instance, slot: Slot, request: Request) -> None:
         self.finish(request, self.now)
-        if request not in slot.members:
-            slot.members.append(request)
         i.ended.append(request)
         if not i.schedules_ahead:
             self.release_ended(i)
@@ -560,8 +561,7 @@ class Reference:
 
     def release(self, i: Instance, request: Request, is_preempted: bool = False) -> None:
         for slot in i.slots:
-            if request in slot.members:
-                slot.members.remove(request)
+            slot.members = [each for each in slot.members if each is not request]
         i.running -= 1
         i.drop(request, self.now, is_preempted)
 
@@ -580,6 +580,7 @@ class Reference:
             if not by_decode:
                 request.token_times.append(self.now)
             if request.generated == request.output or not self.of("decode", "mixed"):
+                slot.members.append(request)
                 self.leave(i, slot, request)
                 return
             i.handed_over += 1
@@ -593,7 +594,6 @@ class Reference:
         request.token_times.append(self.now)
         if not request.prefill and math.isnan(request.transfer_start):
             request.transfer_start = request.transfer_end = self.now
+        slot.members.append(request)
         if request.generated == request.output:
             self.leave(i, slot, request)
-        else:
-            slot.members.append(request)

@@ -27,6 +27,7 @@ class Request:
     token_times: list[float] = field(default_factory=list)
     computed: int = 0
     pull_number: int = 0
+    member_number: int = 0
     joined: int = 0
     """Tokens that it had when it last joined a batch."""
     blocks: int = 0

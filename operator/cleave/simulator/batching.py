@@ -44,6 +44,7 @@ from cleave.simulator.queues import (
     find_waiting,
     has_waiting_requests,
     is_unsorted,
+    link_as_youngest,
     pop,
     pop_loaded,
     predict_prompt_ms,
@@ -320,6 +321,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     if has_caches():
         # What was pulled is found by others from now on, as in vLLM.
         store_prompt(state, i, r, request.prompt)
+    link_as_youngest(state, s, r)
     add_member(state, i, s, r)
     slot.decodes = 1
     slot.rows += 1
@@ -354,6 +356,10 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
     if has_caches():
         store_prompt(state, i, r, end)
     if end == request.to_compute:
+        if request.prefill != i:
+            # It is older than what joins later in the iteration, and decodes only after it.
+            link_as_youngest(state, s, r)
+            request.end_step = _UNLIMITED
         request.next = NONE
         if slot.first_prompt == NONE:
             slot.first_prompt = r

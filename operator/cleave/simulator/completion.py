@@ -172,7 +172,6 @@ def _complete_prompt(state: State, i: int, s: int, r: int, now: float) -> None:
         request.transfer_start = now
         request.transfer_end = now
     if request.generated == request.output:
-        link_as_youngest(state, s, r)
         _end_request(state, i, s, r, now)
     else:
         add_member(state, i, s, r)

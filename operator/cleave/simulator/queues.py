@@ -222,10 +222,10 @@ def _sort_prompts(state: State, i: int) -> None:
 
 
 def add_member(state: State, i: int, s: int, r: int) -> None:
-    """Request `r` decodes in slot `s` from its next decode iteration on."""
+    """Request `r`, which is in the list of the members of slot `s`, decodes from its next decode
+    iteration on."""
     slot, request = get_slot(state, s), get_request(state, r)
     request.end_step = slot.steps + request.output - request.generated
-    link_as_youngest(state, s, r)
     request.next = slot.fresh
     slot.fresh = r
     push_key(state, s, slot.batch, request.end_step << 32 | r)

@@ -27,6 +27,11 @@ def test_histories_are_those_of_vllms_scheduler() -> None:
         assert not found.different
 
 
+def test_a_prompt_is_older_than_what_joins_in_the_iteration_that_computes_its_end() -> None:
+    pytest.importorskip("vllm")
+    assert not beside_vllm.compare(1, 631, SimulatedPair(), VllmPair()).different
+
+
 def test_iterations_that_are_simulated_at_once_are_read_one_by_one() -> None:
     history = History(4, 8, 4, 8, 0, False, False, False, (0.125, 0.25), (6, 9), (3, 2), ("", ""))
     assert list(SimulatedSteps().run(history)) == [
