@@ -141,10 +141,10 @@ async def test_decode_instances_are_full_by_what_they_hold_and_not_by_what_is_to
 ) -> None:
     managed = manage(p1="prefill", p2="prefill", d="decode")
     registry.instances["d"].in_flight.resident.add(1e9)
-    room_for_one = loaded("d", kv_cache_usage=0.94, num_running=19)
+    room_for_one = loaded("d", kv_cache_usage=0.86, num_running=19)
     registry.on_event("d", room_for_one, managed.clock.now_s)
     assert await managed.run(3) == []
-    registry.on_event("d", loaded("d", kv_cache_usage=0.96, num_running=19), managed.clock.now_s)
+    registry.on_event("d", loaded("d", kv_cache_usage=0.87, num_running=19), managed.clock.now_s)
     assert [order[1] for order in await managed.run(3)] == ["mixed"]
 
 

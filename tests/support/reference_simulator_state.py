@@ -289,7 +289,7 @@ class Manager:
             worked = now - i.since if i.pending_prompt_tokens else 0.0
             wait = i.num_waiting * i.prompt_ms + i.pending_prompt_tokens * i.token_ms - worked
             member["wait_ms"] = max(wait, 0.0)
-            member["use"] = (1.0 - i.free / i.total) * (1 + (1 / i.running if i.running else 0))
+            member["use"] = (1.0 - i.free / i.total) * (1 + (3 / i.running if i.running else 0))
         slot, role = role_flipping.decide(self.members, self.history, self.thresholds, now)
         if slot != role_flipping.NONE:
             role_flipping.record_role(self.members, slot, role, now)

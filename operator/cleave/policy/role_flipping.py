@@ -41,6 +41,8 @@ IDLE_LOAD = 0.1
 NO_WAIT_MS = 1.0
 """A prefill instance is idle only without prompts (estimates of them may be rounded): where each is
 computed at once, the wait is short although hardly any time is left."""
+NEXT_REQUESTS = 3.0
+"""Requests for which a decode instance that is not full has room (benchmarks/flips)."""
 SPARE_MS = 1_000.0
 """A prefill instance that has been idle for so long can be spared."""
 
@@ -188,9 +190,9 @@ def compute_next_check_ms(
 
 def count_next(use: float, running: int) -> float:
     """The share of KV that is held, `use`, if an instance with so many `running` requests gets
-    another one of their mean size; above 1 it waits. What is free is little where requests are
-    long, and plenty for thousands of short ones, so no share by itself says that KV is full."""
-    return use + use / running if running else use
+    `NEXT_REQUESTS` more of their mean size; above 1 it is full. What is free is little where
+    requests are long, and plenty for thousands of short ones, so no share says that by itself."""
+    return use + NEXT_REQUESTS * use / running if running else use
 
 
 def return_flipped(members: Members, now_ms: float) -> tuple[int, int]:

@@ -161,7 +161,7 @@ def test_reviews_near_saturation_stay_where_they_are_right(start_s: float) -> No
 
 
 def test_pools_that_lend_are_foreseen_to_lend() -> None:
-    problems = [ask("Always", rate=24.0), ask("Always", rate=24.0, pools=FLIPPING)]
+    problems = [ask("Always", rate=22.0), ask("Always", rate=22.0, pools=FLIPPING)]
     windows = Play(problems[0], running=TWO_PAIRS).serve()
     fixed, lent = (assess(each, TWO_PAIRS, windows) for each in problems)
     assert lent.attainment > fixed.attainment
