@@ -1,6 +1,7 @@
 """Memory of the host in place of a GPU's: what `MappingCalls` maps crosses processes."""
 
 import mmap
+import threading
 from collections import Counter
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from cleave_worker.transfer.transports.shared_memory import (
 class FakeMappingCalls:
     """Counts how often each allocation is open in this process, as the driver does."""
 
+    _lock: ClassVar[threading.Lock] = threading.Lock()
     opened: ClassVar[Counter[bytes]] = Counter()
     maps: ClassVar[dict[bytes, tuple[int, mmap.mmap]]] = {}
 
@@ -29,20 +31,22 @@ class FakeMappingCalls:
         return ExportedRegion(msgspec.msgpack.encode(shared), 0, region.numel())
 
     def open(self, handle: bytes) -> int:
-        if not self.opened[handle]:
-            try:
-                mapping = _map_region(msgspec.msgpack.decode(handle, type=SharedRegion))
-            except OSError as error:
-                raise LinkError(f"cudaIpcOpenMemHandle returned error: {error}") from error
-            self.maps[handle] = np.frombuffer(mapping, np.uint8).ctypes.data, mapping
-        self.opened[handle] += 1
-        return self.maps[handle][0]
+        with self._lock:
+            if not self.opened[handle]:
+                try:
+                    mapping = _map_region(msgspec.msgpack.decode(handle, type=SharedRegion))
+                except OSError as error:
+                    raise LinkError(f"cudaIpcOpenMemHandle returned error: {error}") from error
+                self.maps[handle] = np.frombuffer(mapping, np.uint8).ctypes.data, mapping
+            self.opened[handle] += 1
+            return self.maps[handle][0]
 
     def close(self, address: int) -> None:
-        (handle,) = [handle for handle, (at, _) in self.maps.items() if at == address]
-        self.opened[handle] -= 1
-        if not self.opened[handle]:
-            self.maps.pop(handle)[1].close()
+        with self._lock:
+            (handle,) = [handle for handle, (at, _) in self.maps.items() if at == address]
+            self.opened[handle] -= 1
+            if not self.opened[handle]:
+                self.maps.pop(handle)[1].close()
 
 
 def find_fake_calls(device: torch.device) -> FakeMappingCalls:
