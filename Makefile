@@ -94,7 +94,7 @@ e2e: setup model ## on a real control plane with process nodes, or on the cluste
 	$(if $(KUBECONFIG),,@$(MAKE) --no-print-directory tools)
 	$(ISOLATED) .venv/bin/pytest $(CLUSTER_TESTS) $(ARGS)
 
-e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: kills, cells, ranks, nodes, checkpoints, the witness, KV in host memory, the version before, changed weights, an unknown model, what models allocate, kernels chosen without nvcc
+e2e-vllm: setup ## the longest tests with vLLM on CPU, not in `make test`: kills, cells, ranks, nodes, the witness, KV in host memory, the version before, changed weights, an unknown model, what models allocate, kernels chosen without nvcc
 	.venv/bin/pytest $(LONG_ENGINE_TESTS) $(ARGS)
 	@$(MAKE) --no-print-directory e2e CLUSTER_TESTS="$(LONG_CLUSTER_TESTS)"
 

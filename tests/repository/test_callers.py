@@ -28,8 +28,7 @@ OBSERVED = {
 }
 """Names that nothing in the product calls, and what calls them."""
 LOADED = {
-    "CheckpointedConnector": "vLLM loads it by kv_connector and kv_connector_module_path",
-    "CleaveConnector": "the same",
+    "CleaveConnector": "vLLM loads it by kv_connector and kv_connector_module_path",
     "OffloadingConnector": "the same",
 }
 """Names that are called from outside, and how."""

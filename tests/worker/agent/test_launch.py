@@ -69,21 +69,6 @@ def test_the_own_connector_gets_the_transfer_size(config_of: ConfigOf) -> None:
     assert output["kv_connector_extra_config"]["pace"] == "chunk"
 
 
-def test_checkpoints_are_kept_by_a_connector_that_can(config_of: ConfigOf) -> None:
-    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"checkpoints": {}}}')
-    config = config_of(engine="vllm", connector="cleave", engine_args=given)
-    output = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
-    assert output["kv_connector"] == "CheckpointedConnector"
-    assert output["kv_connector_module_path"] == "cleave_worker.vllm.kv.checkpoint_connector"
-    assert output["kv_load_failure_policy"] == "recompute"
-    assert output["kv_connector_extra_config"] == {
-        "host": config.host,
-        "port": 5601,
-        "prefix_port": 5602,
-        "checkpoints": {},
-    }
-
-
 @pytest.mark.parametrize("connector", ["cleave", "nixl"])
 @pytest.mark.parametrize("given", [("--kv-offloading-size", "20"), ("--kv-offloading-size=20",)])
 def test_host_memory_is_used_beside_the_connector_of_handoffs(

@@ -35,11 +35,6 @@ _CLEAVE_CONNECTOR = {
     "kv_connector_module_path": "cleave_worker.vllm.kv.connector",
     "kv_load_failure_policy": "recompute",
 }
-_CHECKPOINTED_CONNECTOR = {
-    "kv_connector": "CheckpointedConnector",
-    "kv_connector_module_path": "cleave_worker.vllm.kv.checkpoint_connector",
-}
-"""Replaces CleaveConnector where the settings have `checkpoints`."""
 _KV_OFFLOADING = "--kv-offloading-size"
 _SCHEDULER = "--scheduler-cls"
 _ENABLE_LORA = "--enable-lora"
@@ -319,8 +314,6 @@ def _build_kv_transfer_config(
             extra["pace"] = granularity
         user_extra = user_settings.get(_EXTRA_CONFIG)
         extra |= user_extra if isinstance(user_extra, dict) else {}
-        if "checkpoints" in extra:
-            settings |= _CHECKPOINTED_CONNECTOR
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
     settings |= user_settings
     offloaded_gib = get_option(config.engine_args, _KV_OFFLOADING)

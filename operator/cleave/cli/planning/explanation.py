@@ -8,7 +8,7 @@ from cleave.planner.plan import Plan, PlanningResult
 from cleave.planner.pool_simulation import to_candidate_placement
 from cleave.planner.problem import Problem
 from cleave.planner.result.md1 import QueueingError, compute_mean_ttft_ms
-from cleave.planner.result.recovery_cost import compare_checkpoints
+from cleave.planner.result.recovery_cost import compute_loss_cost
 from cleave.planner.result.targets_worth import OVERLOAD, measure_worth_of_targets
 from cleave.planner.result.text import (
     describe_trust,
@@ -168,26 +168,12 @@ def _describe_targets(problem: Problem, plan: Plan) -> Iterator[Fact]:
 
 
 def _describe_recovery(problem: Problem, plan: Plan) -> Iterator[Fact]:
-    """The cost of losing an instance without and with checkpoints (Splitwise, section IV-E)."""
-    costs = compare_checkpoints(problem, plan)
-    if costs is None:
-        return
-    one, pause_ms = costs.resume_cost, format_ms(1e3 * costs.pause_s)
-    returned = f"{format_ms(one.prefix_cached_ms)} where its prompt is still cached"
-    single = f"one stream of it is computed again in {format_ms(one.recompute_ms)}, {returned}"
+    """The cost of losing an instance (Splitwise, section IV-E)."""
+    cost = compute_loss_cost(problem, plan)
+    returned = f"{format_ms(cost.prefix_cached_ms)} where its prompt is still cached"
+    single = f"one stream of it is computed again in {format_ms(cost.recompute_ms)}, {returned}"
+    pause_ms = format_ms(1e3 * cost.pause_s)
     yield "recovery", f"when an instance is lost, {single}; all its streams in {pause_ms}"
-    restored_pause_ms = format_ms(1e3 * costs.restored_pause_s)
-    restored = f"{format_ms(one.restored_ms)} and {restored_pause_ms}"
-    rate, room = f"{costs.link_bytes_per_s / 1e9:.2g} GB/s", f"{costs.host_bytes / 1e9:.3g} GB"
-    used = f"{rate} of each GPU's link, {room} of host memory"
-    yield "", f"with checkpoints in {restored}; they use {used}"
-    if costs.link_share >= 1:
-        yield "", "they never save GPU time: the link is too slow"
-    elif costs.gain_s <= 0:
-        yield "", "they never save GPU time: computing is as fast"
-    else:
-        hours = format_number(costs.break_even_hours)
-        yield "", f"they save GPU time only if an instance is lost at least every {hours} h"
 
 
 def _format_worker_size(gpu: str, size: WorkerSize) -> str:
