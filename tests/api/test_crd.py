@@ -178,7 +178,7 @@ def test_rules_point_at_fields_that_exist() -> None:
 
 
 ADDED_LATER = {"witness"}
-"""Fields without a default in the CRD (decision 070)."""
+"""Fields without a default in the CRD (docs/decisions/releases.md)."""
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)

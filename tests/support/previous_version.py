@@ -1,7 +1,7 @@
 """The version before this one (N-1), taken from the repository's history for tests of version skew.
 
 Processes run it with this environment's libraries: its packages come first on PYTHONPATH. There is
-no release yet, so COMMIT stands for one; decision 070 says which commit it is and when it changes.
+no release yet, so COMMIT stands for one; docs/decisions/releases.md says when it changes.
 """
 
 import os

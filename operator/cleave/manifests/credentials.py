@@ -1,7 +1,7 @@
 """The service accounts of a deployment's pods, and what their processes need to call agents. Pure.
 
 Called by the controller for worker and gateway pods. Agents accept calls that are signed as one of
-these accounts (docs/decisions/059-calls-of-agents-are-signed-for-one-agent.md). What is hard: pods
+these accounts (docs/decisions/credentials.md). What is hard: pods
 must never run as an account that others have given rights to. So names contain a hash of the
 owner's uid, which nobody knows before the owner exists, and the controller creates no pod before
 the accounts have its owner reference.

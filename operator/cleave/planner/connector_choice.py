@@ -1,7 +1,8 @@
 """Chooses the KV connector of a deployment whose `engine.connector` is absent. Pure.
 
 Called by `deployment_checks`, which knows the model's dimensions. Cleave's connector is the
-default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work (decisions 048, 052).
+default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work
+(docs/decisions/kv-connector.md).
 """
 
 import json

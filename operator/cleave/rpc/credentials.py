@@ -4,7 +4,7 @@ Used by gateways, agents, the operator and `cleave status`. An agent runs beside
 be in an attacker's hands, and another process may answer at its address. So callers send nothing
 that their receiver could use: each call is signed for one agent and for a minute. In a cluster the
 signature is of the process's service account (`rpc.account_identity`), on one machine of a token
-in the deployment's folder (docs/decisions/059-calls-of-agents-are-signed-for-one-agent.md).
+in the deployment's folder (docs/decisions/credentials.md).
 """
 
 import functools

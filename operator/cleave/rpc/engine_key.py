@@ -3,7 +3,7 @@
 The agent makes it, gives it to the engine in its environment, and to callers that it has
 authenticated in its registration. Gateways, other agents and further nodes of an instance use it.
 Handoffs contain a key that is derived from it, so that decode engines cannot call prefill engines'
-APIs (docs/decisions/065-engines-ask-for-a-key-of-their-start.md).
+APIs (docs/decisions/credentials.md).
 """
 
 import hashlib

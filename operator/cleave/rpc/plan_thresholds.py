@@ -3,7 +3,7 @@
 Written by `cleave.manifests`, read by gateways from the EndpointSlices that they watch anyway:
 Kubernetes' controller gives each slice the labels of its Service. So a changed threshold starts no
 pod again, all processes of all gateways get it, and it stays while the operator is away
-(docs/decisions/124-thresholds-are-labels-of-the-workers-service.md).
+(docs/decisions/predictions.md).
 """
 
 import logging

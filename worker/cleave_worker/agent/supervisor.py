@@ -54,7 +54,7 @@ class EngineFault(RuntimeError):  # noqa: N818
 
 def choose_prefix_port(config: AgentConfig, boot: Boot) -> int:
     """Return where the engine's prefix cache can be pulled from, if it serves it at all, which
-    depends on its connector and its model (decision 135)."""
+    depends on its connector and its model (docs/decisions/prefix-pulls.md)."""
     return boot.kv_port if config.engine == "emulated" else boot.prefix_port
 
 

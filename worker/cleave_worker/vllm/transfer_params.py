@@ -3,7 +3,8 @@
 Loaded by vLLM (entry point `vllm.general_plugins`) in each of its processes; does nothing unless an
 agent started the engine. vLLM passes what a request has in `kv_transfer_params` to its connector as
 it is: with NIXL a number in place of an object, or an object that lacks a member, ends the engine
-core, and with it all requests. Gateways remove what their clients send there (decision 143); this
+core, and with it all requests. Gateways remove what their clients send there
+(docs/decisions/requests.md); this
 is the second line, for all other callers.
 """
 

@@ -48,7 +48,8 @@ NO_ROOM = "a request may have"
 _MIB = 1 / 1024
 NCCL_RESERVE = replace(VLLM_RESERVE, outside_gib=(8 * 342 + 384) * _MIB)
 """The same where Cleave's connector transfers KV over NCCL: communicators with up to 8 peers of 342
-MiB each (`cleave_worker.transfer.transports.nccl`), and staging buffers (decision 047)."""
+MiB each (`cleave_worker.transfer.transports.nccl`), and staging buffers
+(docs/decisions/kv-transports.md)."""
 
 
 def compute_weight_bytes(shape: ModelShape, tensor: int, pipeline: int, data: int = 1) -> int:

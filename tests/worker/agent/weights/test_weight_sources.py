@@ -90,7 +90,8 @@ OTHER_OPTIONS = """
 """
 """Their values are part of the revision; files that they name are of the image, or decide no KV."""
 LIMITS = ["code-revision", "weight-transfer-config"]
-"""Code of another repository, and weights that a running engine is sent: decision 142 says so."""
+"""Code of another repository, and weights that a running engine is sent
+(docs/decisions/weights-and-adapters.md)."""
 REFUSED = ["api-key", "config"]
 
 

@@ -50,7 +50,7 @@ class NixlMetadata(msgspec.Struct, frozen=True):
 
 
 def choose_transports(device: torch.device) -> tuple[Transport, ...]:
-    """Return the default transports on this device, best first; decision 026 gives reasons."""
+    """Return the default transports of this device, best first: docs/decisions/kv-transports.md."""
     has_cards = _INFINIBAND_DEVICES.is_dir() and any(_INFINIBAND_DEVICES.iterdir())
     nixl = (Transport.NIXL,) if has_cards else ()
     if device.type == "cpu":
