@@ -1,9 +1,9 @@
 """NetworkPolicies of a deployment's workers and gateways. Pure.
 
 Called by the controller, for a deployment or a manually created pool. A network plug-in has to
-enforce them: docs/install.md names some that do. Engines check no API key, so any client that
-reaches them bypasses the gateway; and an engine fetches what a request names, so its own reach is
-limited too.
+enforce them: docs/install.md names some that do. Engines ask for a key of their start, but
+`/health`, `/metrics`, NIXL and what ranks speak to each other do not; and an engine fetches what a
+request names, so its own reach is limited too.
 """
 
 from collections.abc import Iterable
