@@ -81,18 +81,8 @@ def show_serving(root: Path) -> None:
         ),
     }
     for title, (select, is_counted) in titles.items():
-        table = Table(title=f"{title}: median absolute error (90th percentile; with sign)")
-        for column in ("GPU", "model", "runs", *SOURCES):
-            table.add_column(column)
         counted = [e for e in errors if is_counted(e) and "tables" in e.tpot]
-        for by_model in (True, False):
-            groups = group(
-                counted, lambda e, m=by_model: (e.measured.gpu, e.measured.model if m else "all")
-            )
-            for (gpu, model), found in sorted(groups.items()):
-                cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
-                table.add_row(str(gpu), str(model), str(len(found)), *cells)
-        Console(width=130).print(table)
+        show_errors(f"{title}: median absolute error (90th percentile; with sign)", counted, select)
     show_known_errors(errors)
     for model, left_out in implausible.items():
         print(f"left out: {len(left_out)} runs of {model}, too fast for their number of requests")
@@ -100,8 +90,27 @@ def show_serving(root: Path) -> None:
     print(f"without kernel tables: {', '.join(sorted(without)) or 'none'}")
 
 
+def show_errors(
+    title: str,
+    errors: Sequence[serving.ServingError],
+    select: Callable[[serving.ServingError], dict[str, float]],
+) -> None:
+    """By model, runs of the planner's engine apart from those of other ones, then by GPU."""
+    table = Table(title=title)
+    for column in ("GPU", "model", "another engine by", "runs", *SOURCES):
+        table.add_column(column)
+    groups = group(errors, lambda e: (e.measured.gpu, e.measured.model, e.measured.engine.differs))
+    both = group(errors, lambda e: (e.measured.gpu, "all", "any" if is_other(e) else ""))
+    for names, found in [*sorted(groups.items()), *sorted(both.items())]:
+        cells = [summarize_signed([select(e)[name] for e in found]) for name in SOURCES]
+        table.add_row(*names, str(len(found)), *cells)
+    Console(width=150).print(table)
+
+
 def show_known_errors(errors: Sequence[serving.ServingError]) -> None:
-    """What `cleave.perf.known_errors` says: rows that nothing was fitted to, by source and GPU."""
+    """What `cleave.perf.known_errors` says: by source and GPU, runs of the planner's engine that
+    nothing was fitted to."""
+    errors = [e for e in errors if not is_other(e)]
     table = Table(title="Trust: median (90th percentile) of runs that nothing was fitted to")
     for column in ("source", "GPU", "runs", "TPOT", "TTFT"):
         table.add_column(column)
@@ -114,6 +123,11 @@ def show_known_errors(errors: Sequence[serving.ServingError]) -> None:
             ttft = [e.ttft[source] for e in low if source in e.ttft]
             table.add_row(source, str(gpu), str(len(tpot)), summarize(tpot), summarize(ttft))
     Console(width=100).print(table)
+
+
+def is_other(error: serving.ServingError) -> bool:
+    """Whether the run's engine is not the one that the planner plans for."""
+    return bool(error.measured.engine.differs)
 
 
 def is_low(error: serving.ServingError) -> bool:

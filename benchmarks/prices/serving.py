@@ -4,22 +4,23 @@ The measurements are those that aiconfigurator-core quotes in `systems/silicon_s
 InferenceX and of its own authors, each with its date. None was used for a constant of Cleave.
 """
 
-import bisect
 import csv
-import math
-import random
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import before
+import engines
+from closed_loop import ClosedLoop, Load
+from engines import Engine
 
 from cleave.perf import host_launch
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.link import build_node_link
+from cleave.perf.hardware.memory import MemoryReserve, compute_kv_capacity_tokens
 from cleave.perf.kernels import composition, tables
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
@@ -27,7 +28,7 @@ from cleave.perf.model.quantization import Quantization
 from cleave.perf.profile import operator_fit
 from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import VLLM, Roofline
-from cleave.perf.timing import EngineTiming, PromptChunk
+from cleave.perf.timing import EngineTiming
 
 GPUS = {"h100_sxm": "H100-SXM-80GB", "h200_sxm": "H200-SXM-141GB", "b200_sxm": "B200-SXM-180GB"}
 FP8 = Quantization("modelopt", 8, is_8_bit_compute=True)
@@ -45,18 +46,6 @@ MODELS: dict[tuple[str, str], tuple[str, Quantization | None]] = {
     ("MiniMaxAI/MiniMax-M2.5", "fp8"): ("minimax-m2.5", FP8_BLOCK),
 }
 """(model, precision) of the source -> known model and its quantisation."""
-FP8_KV = {
-    ("H100-SXM-80GB", "llama-3.1-70b"),
-    ("H200-SXM-141GB", "llama-3.1-70b"),
-    ("B200-SXM-180GB", "llama-3.1-70b"),
-    ("B200-SXM-180GB", "gpt-oss-120b"),
-    ("B200-SXM-180GB", "minimax-m2.5"),
-    ("H200-SXM-141GB", "minimax-m2.5"),
-    ("H200-SXM-141GB", "llama-3.1-8b"),
-}
-"""(GPU, model) that ran with KV of 8 bits: `--kv-cache-dtype fp8` in InferenceX's scripts
-(github.com/SemiAnalysisAI/InferenceX, Apache-2.0: benchmarks/70b_fp8_*.sh of October 2025,
-benchmarks/single_node/fixed_seq_len/deprecated at 843c625), or a checkpoint with such scales."""
 MINIMAX = {
     "model_type": "minimax_m2",
     "num_hidden_layers": 62,
@@ -72,32 +61,14 @@ MINIMAX = {
     "torch_dtype": "bfloat16",
 }
 """Of the config.json of MiniMaxAI/MiniMax-M2.5."""
-FUSED = {("B200-SXM-180GB", "llama-3.1-70b"), ("B200-SXM-180GB", "gpt-oss-120b")}
-"""(GPU, model) whose scripts fuse all-reduces with norms."""
-FUSED_BY_DEFAULT = (0, 17)
-"""Version of vLLM from which it does so without a flag (pull request 34299 of February 2026)."""
-GRAPH_TOKENS = {
-    ("B200-SXM-180GB", "llama-3.1-70b"): 0,
-    ("B200-SXM-180GB", "minimax-m2.5"): 2048,
-    ("B200-SXM-180GB", "gpt-oss-120b"): 2048,
-    ("H100-SXM-80GB", "gpt-oss-120b"): 2048,
-    ("H200-SXM-141GB", "gpt-oss-120b"): 2048,
-}
-"""(GPU, model) -> largest iteration with prompts that ran as a CUDA graph, by the same scripts:
-`cudagraph_mode: FULL_DECODE_ONLY` or `max-cudagraph-capture-size`."""
-DEFAULT_GRAPH_TOKENS = 512
-"""Of vLLM's versions that these runs had."""
 RATED_SHARE = 0.9
 """Runs that need more of the GPUs' rated speeds contradict their published number of requests; they
 are left out, and counted."""
-MAX_BATCHED_TOKENS = 8192
 LOW_LOAD = 4
 """Requests at a time up to which the time to first token is compared: beyond, it is a queue."""
 LONGEST_FRONT_END_MS = 30
 SHORTEST = 0.8
 """InferenceX draws lengths evenly from this share of the nominal ones on."""
-REQUESTS_PER_CLIENT = 10
-"""A run has this many times as many requests as at a time. The first ones arrive together."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +88,12 @@ class Measurement:
     date: str
     """Of the measurement; empty: not known."""
     is_inferencex: bool
-    fuses_reduces: bool
-    graph_tokens: int
-    """Largest iteration with prompts that ran as a CUDA graph."""
+    engine: Engine
+
+    @property
+    def batched_tokens(self) -> int:
+        """Of the largest iteration."""
+        return self.engine.batched_prompts * self.prompt_tokens or self.engine.batched_tokens
 
 
 @dataclass(frozen=True)
@@ -150,14 +124,16 @@ def read_measurements(root: Path) -> list[Measurement]:
             shape = load_shape(model[0])
             if model[1] is not None:
                 shape = replace(shape, quantization=model[1])
-            if (gpu, model[0]) in FP8_KV:
-                shape = replace(shape, kv_dtype_bytes=1)
-            name, date = row["silicon_data_source"], ""
-            if match := re.search(r"measured=(\d{4}-\d\d-\d\d)", name):
-                date = match[1]
+            name = model[0] + ("" if model[1] is None else f"-{row['precision'] or 'fp8'}")
+            origin = row["silicon_data_source"]
+            match = re.search(r"measured=(\d{4}-\d\d-\d\d)", origin)
+            is_inferencex = match is not None and "dynamo_version" not in origin
+            date = match[1] if match and is_inferencex else ""
+            engine = engines.find_engine(name, gpu, date, row["backend_version"] or "")
+            shape = replace(shape, kv_dtype_bytes=engine.kv_bytes)
             measured = Measurement(
                 gpu,
-                model[0] + ("" if model[1] is None else f"-{row['precision'] or 'fp8'}"),
+                name,
                 shape,
                 int(float(row["tp_size"])),
                 int(float(row["batch_size"])),
@@ -166,21 +142,14 @@ def read_measurements(root: Path) -> list[Measurement]:
                 float(row["silicon_ttft_ms"]),
                 float(row["silicon_tpot_ms"]),
                 date,
-                bool(date),
-                (gpu, model[0]) in FUSED or is_fused_by_default(row["backend_version"] or ""),
-                GRAPH_TOKENS.get((gpu, model[0]), DEFAULT_GRAPH_TOKENS),
+                is_inferencex,
+                engine,
             )
             key = (gpu, measured.model, measured.tensor, measured.batch)
             equal = (*key, measured.prompt_tokens, measured.output_tokens)
             if equal not in found or found[equal].date <= date:
                 found[equal] = measured
     return list(found.values())
-
-
-def is_fused_by_default(version: str) -> bool:
-    """Whether this version of vLLM fuses all-reduces by itself; False where it is not given."""
-    found = re.match(r"(\d+)\.(\d+)\.", version)
-    return found is not None and (int(found[1]), int(found[2])) >= FUSED_BY_DEFAULT
 
 
 def load_shape(name: str) -> ModelShape:
@@ -210,108 +179,25 @@ def is_plausible(run: Measurement) -> bool:
 def simulate_closed_loop(
     timing: EngineTiming, run: Measurement, front_end_ms: float
 ) -> tuple[float, float]:
-    """(mean time to first token, mean time per output token) in ms over a run: `run.batch` clients
-    start together, and each sends its next request when it has the answer. A request reaches the
-    engine after `front_end_ms`, as in the planner's simulation. Prompts run in chunks beside
-    decoding requests, first come first served. InferenceX's engines scheduled one iteration ahead,
-    by a flag or since vLLM 0.14 by default, the others (0.12) did not."""
-    rng = random.Random(0)
-    shortest = SHORTEST if run.is_inferencex else 1.0
-
-    def draw(tokens: int) -> int:
-        return rng.randint(int(tokens * shortest), tokens)
-
-    def arrive(sent_ms: float) -> _Request:
-        return _Request(sent_ms, draw(run.prompt_tokens), draw(run.output_tokens))
-
-    is_ahead = timing.schedules_ahead and run.is_inferencex
-    now = scheduled_ms = front_end_ms
-    """`scheduled_ms`: when the next iteration was scheduled, if anything was to be computed."""
-    left = run.batch * (REQUESTS_PER_CLIENT - 1)
-    requests = [arrive(0.0) for _ in range(run.batch)]
-    """Sent and without a first token, the oldest first."""
-    decoding: list[_Request] = []
-    ttft: list[float] = []
-    tpot: list[float] = []
-    while requests or decoding:
-        if not is_ahead or not (decoding or requests[0].sent_ms + front_end_ms <= scheduled_ms):
-            scheduled_ms = now
-        waiting = [each for each in requests if each.sent_ms + front_end_ms <= scheduled_ms]
-        scheduled_ms = now
-        context = sum(each.prompt_tokens + each.generated for each in decoding)
-        count, computed = 1, []
-        if waiting:
-            chunks, computed = _take_chunks(waiting, MAX_BATCHED_TOKENS - len(decoding))
-            now += timing.predict_iteration_ms(chunks, len(decoding), context)
-        elif decoding:
-            until = requests[0].sent_ms + front_end_ms if requests else math.inf
-            left_tokens = min(each.output_tokens - each.generated for each in decoding)
-            count, ms, last_ms = sum_decode_ms(
-                timing, len(decoding), context, left_tokens, until - now, int(is_ahead)
-            )
-            scheduled_ms = now + ms - last_ms
-            now += ms
-        else:
-            now = scheduled_ms = requests[0].sent_ms + front_end_ms
-        for each in decoding:
-            each.generated += count
-        for each in computed:
-            each.generated, each.first_ms = 1, now
-            ttft.append(now - each.sent_ms)
-            requests.remove(each)
-        done = [each for each in decoding if each.generated >= each.output_tokens]
-        decoding = [each for each in decoding if each.generated < each.output_tokens] + computed
-        for each in done:
-            tpot.append((now - each.first_ms) / (each.output_tokens - 1))
-            if left > 0:
-                requests.append(arrive(now))
-                left -= 1
-    return statistics.mean(ttft), statistics.mean(tpot)
+    """(mean time to first token, mean time per output token) in ms over a run."""
+    load = Load(
+        clients=run.batch,
+        prompt_tokens=run.prompt_tokens,
+        output_tokens=run.output_tokens,
+        shortest=SHORTEST if run.is_inferencex else 1.0,
+        batched_tokens=run.batched_tokens,
+        kv_tokens=count_kv_tokens(run),
+    )
+    is_ahead = timing.schedules_ahead and run.engine.schedules_ahead
+    return ClosedLoop(replace(timing, schedules_ahead=is_ahead), load, front_end_ms).run()
 
 
-def sum_decode_ms(
-    timing: EngineTiming, batch: int, context: int, most: int, until_ms: float, ahead: int
-) -> tuple[int, float, float]:
-    """(number, ms, ms of the last) of decode iterations from a sum of contexts of `context` on:
-    `most`, or as many as start before `until_ms` and `ahead` more. Each is longer than the one
-    before by the same time."""
-    first = timing.predict_decode_ms(batch, context)
-    growth = timing.predict_decode_ms(batch, context + batch) - first
-
-    def total(count: int) -> float:
-        return count * first + growth * count * (count - 1) / 2
-
-    count = bisect.bisect_left(range(most), until_ms, key=total) + ahead
-    count = min(max(count, 1), most)
-    return count, total(count), first + growth * (count - 1)
-
-
-@dataclass(eq=False)
-class _Request:
-    sent_ms: float
-    prompt_tokens: int
-    output_tokens: int
-    computed: int = 0
-    generated: int = 0
-    first_ms: float = 0.0
-
-
-def _take_chunks(
-    waiting: Sequence[_Request], budget: int
-) -> tuple[list[PromptChunk], list[_Request]]:
-    """The chunks of an iteration, and the requests whose prompts they complete."""
-    chunks: list[PromptChunk] = []
-    completed: list[_Request] = []
-    for request in waiting:
-        count = min(budget, request.prompt_tokens - request.computed)
-        if count <= 0:
-            break
-        chunks.append(PromptChunk(request.computed, request.computed + count))
-        request.computed += count
-        budget -= count
-        if request.computed == request.prompt_tokens:
-            completed.append(request)
-    return chunks, completed
+def count_kv_tokens(run: Measurement) -> int:
+    """Room for KV, as the planner computes it for the share of memory in the run's script."""
+    reserve = MemoryReserve(
+        utilisation=run.engine.utilisation, max_num_batched_tokens=run.batched_tokens
+    )
+    return compute_kv_capacity_tokens(run.shape, find_gpu(run.gpu), run.tensor, 1, reserve)
 
 
 def build_timings(run: Measurement) -> dict[str, EngineTiming]:
@@ -319,11 +205,11 @@ def build_timings(run: Measurement) -> dict[str, EngineTiming]:
     All-reduces and CUDA graphs are as the run's engine had them."""
     shape, tensor, found = run.shape, run.tensor, find_gpu(run.gpu)
     known = tables.find_tables(found)
-    if known is not None and not run.fuses_reduces:
+    if known is not None and not run.engine.fuses_reduces:
         known = replace(known, fused_limits={})
     operators = composition.build_operators(shape, known, tensor) if known else None
     launch = host_launch.select_host_launch(shape, found)
-    launch = replace(launch, graph_tokens=run.graph_tokens)
+    launch = replace(launch, graph_tokens=run.engine.graph_tokens)
     timings = {}
     if operators is not None:
         fitted = operator_fit.to_timing(operators, tensor)
@@ -354,15 +240,19 @@ def iter_instances(
     """(iteration times by source, runs) of each instance."""
     groups: dict[tuple[object, ...], list[Measurement]] = defaultdict(list)
     for each in runs:
-        groups[each.gpu, each.model, each.tensor, each.fuses_reduces].append(each)
+        groups[each.gpu, each.model, each.tensor, each.engine].append(each)
     for group in groups.values():
         yield build_timings(group[0]), group
 
 
 def predict_front_ends(root: Path) -> list[tuple[Measurement, list[float]]]:
-    """InferenceX's runs at low load, with the relative error of the time to first token by
-    kernel tables for every front end of 0, 1, 2, ... ms."""
-    runs = [e for e in read_measurements(root) if e.is_inferencex and e.batch <= LOW_LOAD]
+    """InferenceX's runs of the planner's engine at low load, with the relative error of the time to
+    first token by kernel tables for every front end of 0, 1, 2, ... ms."""
+    runs = [
+        run
+        for run in read_measurements(root)
+        if run.is_inferencex and run.batch <= LOW_LOAD and not run.engine.differs
+    ]
     return [
         (
             run,

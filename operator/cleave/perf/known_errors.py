@@ -1,7 +1,7 @@
 """How far predicted times were from measured ones, by source: what a plan's TRUST says.
 
-Called by cleave.perf.estimator. Each row is of published runs of vLLM of which nothing was used to
-fit a constant: benchmarks/prices (closed loops of InferenceX and of aiconfigurator's authors) and
+Called by cleave.perf.estimator. Each row is of published runs of vLLM as the planner plans for it,
+none of which was used to fit a constant: benchmarks/prices (closed loops of InferenceX) and
 benchmarks/references (LLMServingSim's recordings). Their READMEs have the same figures, which
 tests/perf/test_known_errors.py compares.
 """
@@ -27,16 +27,16 @@ class ServingErrors(NamedTuple):
 
 
 KERNELS: Mapping[str, ServingErrors] = {
-    "H100-SXM-80GB": ServingErrors(Spread(0.123, 0.26), None),
-    "H200-SXM-141GB": ServingErrors(Spread(0.073, 0.49), Spread(0.148, 0.43)),
-    "B200-SXM-180GB": ServingErrors(Spread(0.132, 0.28), Spread(0.179, 0.42)),
+    "H100-SXM-80GB": ServingErrors(Spread(0.085, 0.21), None),
+    "H200-SXM-141GB": ServingErrors(Spread(0.058, 0.22), Spread(0.088, 0.31)),
+    "B200-SXM-180GB": ServingErrors(Spread(0.097, 0.22), Spread(0.178, 0.29)),
     "RTX-PRO-6000-Server": ServingErrors(Spread(0.075, 0.27), Spread(0.232, 0.54)),
 }
 """Of kernel tables, by GPU."""
 ROOFLINE: Mapping[str, ServingErrors] = {
-    "H100-SXM-80GB": ServingErrors(Spread(0.129, 0.28), None),
-    "H200-SXM-141GB": ServingErrors(Spread(0.139, 0.46), Spread(0.313, 0.48)),
-    "B200-SXM-180GB": ServingErrors(Spread(0.123, 0.27), Spread(0.186, 0.42)),
+    "H100-SXM-80GB": ServingErrors(Spread(0.085, 0.21), None),
+    "H200-SXM-141GB": ServingErrors(Spread(0.079, 0.26), Spread(0.051, 0.40)),
+    "B200-SXM-180GB": ServingErrors(Spread(0.104, 0.22), Spread(0.141, 0.37)),
     "RTX-4090": ServingErrors(Spread(0.246, 0.27), Spread(0.299, 0.34)),
 }
 OPERATORS = ServingErrors(Spread(0.073, 0.10), Spread(0.093, 0.29))

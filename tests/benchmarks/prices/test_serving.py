@@ -1,7 +1,6 @@
 """The closed loop, and which published runs are compared."""
 
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from types import ModuleType
 
@@ -85,57 +84,34 @@ def test_beside_decoding_it_waits_for_the_scheduled_iteration_too(
     first, later = (serving.simulate_closed_loop(each, few, 3.0)[0] for each in (timing, ahead))
     # The first two of 20 requests find an idle engine, and maybe a few others.
     assert 7.0 <= later - first <= 9.0
-    old = serving.replace(few, is_inferencex=False)
+    old = serving.replace(few, engine=serving.replace(run.engine, schedules_ahead=False))
     assert serving.simulate_closed_loop(ahead, old, 3.0) == serving.simulate_closed_loop(
         timing, old, 3.0
     )
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("until_ms", [0.0, 4.9, 10.0, 10.1, 57.0, 1e9])
-def test_a_leap_over_decode_iterations_ends_where_single_steps_end(
-    module: Import, until_ms: float, ahead: int
-) -> None:
-    timing = EngineTiming(1024.0, (0.0, 0.0), 0.0, (5.0, 5.0, 6.0), (0.01, 0.01, 0.02))
-    ends = list(accumulate(timing.predict_decode_ms(2, 100 + 2 * each) for each in range(20)))
-    running = sum(begin < until_ms for begin in [0.0, *ends[:-1]])
-    count = min(max(running + ahead, 1), 20)
-    leap = module("serving").sum_decode_ms(timing, 2, 100, 20, until_ms, ahead)
-    last_ms = timing.predict_decode_ms(2, 100 + 2 * (count - 1))
-    assert leap == (count, pytest.approx(ends[count - 1]), pytest.approx(last_ms))
-
-
 def test_runs_with_8_bit_kv_read_half_as_much(module: Import, tmp_path: Path) -> None:
-    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8))
+    (run,) = read(module, tmp_path, DENSE.format(source="measured=2025-10-29", tpot=8))
     (other,) = read(module, tmp_path, EXPERTS.format(tp=4, moe_tp=4, ep=1).replace("b200", "h200"))
     assert (run.shape.kv_dtype_bytes, other.shape.kv_dtype_bytes) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    ("version", "is_fused"), [("0.16.0", False), ("0.17.0", True), ("1.0.0", True), ("", False)]
-)
-def test_all_reduces_are_fused_as_the_run_s_engine_did(
-    module: Import, tmp_path: Path, version: str, is_fused: bool
-) -> None:
+def test_all_reduces_are_fused_as_the_run_s_engine_did(module: Import, tmp_path: Path) -> None:
     serving = module("serving")
-    assert serving.is_fused_by_default(version) is is_fused
-    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8))
-    assert not run.fuses_reduces
-    ms = [
-        serving.build_timings(serving.replace(run, fuses_reduces=each))["tables"]
-        for each in (False, True)
-    ]
+    (run,) = read(module, tmp_path, DENSE.format(source="measured=2025-10-29", tpot=8))
+    assert not run.engine.fuses_reduces
+    engines = [serving.replace(run.engine, fuses_reduces=each) for each in (False, True)]
+    ms = [serving.build_timings(serving.replace(run, engine=each))["tables"] for each in engines]
     assert ms[1].predict_decode_ms(1, 1024) < 0.95 * ms[0].predict_decode_ms(1, 1024)
 
 
 def test_prompts_without_graphs_take_the_time_of_the_host(module: Import, tmp_path: Path) -> None:
     serving = module("serving")
-    (run,) = read(module, tmp_path, DENSE.format(source="", tpot=8).replace("h200", "b200"))
-    assert run.graph_tokens == 0, "its script has FULL_DECODE_ONLY"
-    ms = [
-        serving.build_timings(serving.replace(run, graph_tokens=tokens))
-        for tokens in (run.graph_tokens, 2048)
-    ]
+    row = DENSE.format(source="measured=2025-10-29", tpot=8).replace("h200", "b200")
+    (run,) = read(module, tmp_path, row)
+    assert run.engine.graph_tokens == 0, "its script has FULL_DECODE_ONLY"
+    engines = [serving.replace(run.engine, graph_tokens=tokens) for tokens in (0, 2048)]
+    ms = [serving.build_timings(serving.replace(run, engine=each)) for each in engines]
     for name in ("tables", "roofline"):
         host, graph = (each[name].predict_prefill_ms([1024]) for each in ms)
         assert host > 1.5 * graph
