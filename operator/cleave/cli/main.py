@@ -161,14 +161,9 @@ def cleave(
 
 
 def main() -> None:
-    """Run the command line."""
-    run_app(app, "cleave")
-
-
-def run_app(program: typer.Typer, name: str) -> None:
-    """Run a command line; an internal error prints one line, and with -v its traceback."""
+    """Run the command line; an internal error prints one line, and with -v its traceback."""
     try:
-        program(prog_name=name)
+        app(prog_name="cleave")
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:

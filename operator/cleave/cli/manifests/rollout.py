@@ -55,23 +55,10 @@ def rollout(
       # Compare with what runs in the cluster
       kubectl get llmd chat -o yaml | cleave rollout -f new.yaml --from -
     """
-    show_rollout(load_manifest(file), file, before, output, cluster, max_surge, max_unavailable)
-
-
-def show_rollout(
-    after: "LLMDeployment",
-    file: Path,
-    before: Path | None,
-    output: TableFormat,
-    cluster: Path | None,
-    max_surge: int | None,
-    max_unavailable: int | None,
-) -> None:
-    """Print the steps from the manifest `before`, or from the status in `after`, which was read
-    from `file`. Exits as `rollout` does."""
     from cleave.cli.manifests import rollout_table
     from cleave.controller.rollout.preview import build_stages, build_states
 
+    after = load_manifest(file)
     limits = _build_limits(after, max_surge, max_unavailable)
     running = _get_current(after, file, before, cluster)
     planned = _build_pools(after, file, cluster)
