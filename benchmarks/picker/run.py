@@ -44,20 +44,13 @@ class Case:
     """A way in which a proxy may ask."""
 
     name: str
-    direct: bool
-    response_mode: int = pb.FULL_DUPLEX_STREAMED
-    answered: bool = True
-    """Whether the picker hears of an answer."""
-    events: int = 0
-    """Of its body."""
+    events: int
+    """Of the answer's body; 0: the picker does not hear of an answer."""
 
 
 CASES = (
-    Case("gateway named, answer not told", direct=False, answered=False),
-    Case("gateway named, answer of 65 pieces", direct=False, events=65),
-    Case("instance named, answer not told", direct=True, response_mode=pb.NONE),
-    Case("instance named, answer of 1 piece", direct=True, events=1),
-    Case("instance named, answer of 65 pieces", direct=True, events=65),
+    Case("answer not told", 0),
+    Case("answer of 65 pieces", 65),
 )
 
 
@@ -84,7 +77,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         files = Files(Path(folder)).write()
         for case in CASES:
-            with gateway(case, cores[0], files) as (process, port):
+            with gateway(cores[0], files) as (process, port):
                 measured = measure(case, process, port, files, arguments)
                 rows.append(asyncio.run(measured))
     if arguments.output == "json":
@@ -96,15 +89,12 @@ def main() -> None:
 
 
 @contextmanager
-def gateway(case: Case, core: int, files: Files) -> Iterator[tuple[psutil.Process, int]]:
-    """A gateway on that core, and its picker's port, which shows the certificate in the files and
-    requires it of its clients."""
+def gateway(core: int, files: Files) -> Iterator[tuple[psutil.Process, int]]:
+    """A gateway on that core, and its picker's port, which shows the certificate in the files."""
     agent, port, picker = (find_port() for _ in range(3))
-    flags = ["--endpoint-picker-direct"] if case.direct else []
     with ExitStack() as stack:
-        served = ["-m", "cleave.gateway.main", "--agents", f"127.0.0.1:{agent}", *flags]
+        served = ["-m", "cleave.gateway.main", "--agents", f"127.0.0.1:{agent}"]
         served += ["--port", str(port), "--endpoint-picker-port", str(picker)]
-        served += ["--endpoint-picker-client-ca", str(files.certificate)]
         served += ["--endpoint-picker-cert", str(files.certificate)]
         served += ["--endpoint-picker-key", str(files.key)]
         for line in ([str(AGENTS), f"mixed,boot,127.0.0.1:9,127.0.0.1:{agent}"], served):
@@ -119,8 +109,7 @@ async def measure(
     case: Case, process: psutil.Process, port: int, files: Files, arguments: argparse.Namespace
 ) -> Row:
     seconds, clients = arguments.seconds, arguments.clients
-    certificate = files.certificate.read_bytes()
-    proof = grpc.ssl_channel_credentials(certificate, files.key.read_bytes(), certificate)
+    proof = grpc.ssl_channel_credentials(files.certificate.read_bytes())
     named = (("grpc.ssl_target_name_override", NAME),)
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", proof, named) as channel:
         stub = external_processor_pb2_grpc.ExternalProcessorStub(channel)
@@ -174,7 +163,7 @@ async def ask(stub: external_processor_pb2_grpc.ExternalProcessorStub, case: Cas
     """One request and its answer; how long it waited for the pick, in seconds."""
     stream = stub.Process()
     modes = pb.ProtocolConfiguration(
-        request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=case.response_mode
+        request_body_mode=pb.FULL_DUPLEX_STREAMED, response_body_mode=pb.FULL_DUPLEX_STREAMED
     )
     head = pb.HttpHeaders(headers=pb.HeaderMap(headers=[METHOD, PATH]))
     await stream.write(pb.ProcessingRequest(request_headers=head, protocol_config=modes))
@@ -186,7 +175,7 @@ async def ask(stub: external_processor_pb2_grpc.ExternalProcessorStub, case: Cas
     assert first is not grpc.aio.EOF
     assert first.HasField("request_headers"), first
     assert (await stream.read()).HasField("request_body")
-    if case.answered:
+    if case.events:
         await send_case(stream, case)
     else:
         await stream.done_writing()

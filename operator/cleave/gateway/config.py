@@ -228,23 +228,12 @@ class GatewayConfig:
         "endpoint picker (Envoy's ext_proc) for gateways that route to an InferencePool; 0: off",
         parse=parse_port,
     )
-    endpoint_picker_direct: bool = _declare(
-        "--endpoint-picker-direct",
-        False,
-        "the endpoint picker sends completions that are not split directly to instances; needs "
-        "--endpoint-picker-client-ca",
-    )
     endpoint_picker_certificate: Path | None = _declare_file(
         "--endpoint-picker-cert",
         "PEM, with its chain, as --tls-cert; without it the certificate is self-signed",
     )
     endpoint_picker_key: Path | None = _declare_file(
         "--endpoint-picker-key", "PEM, without a password"
-    )
-    endpoint_picker_client_ca: Path | None = _declare_file(
-        "--endpoint-picker-client-ca",
-        "PEM: the endpoint picker serves only clients with a certificate of this authority, which "
-        "is to sign for proxies alone",
     )
     endpoint_picker_plain: bool = _declare(
         "--endpoint-picker-plain",
@@ -461,15 +450,8 @@ def _check(config: GatewayConfig) -> None:
         raise ValueError("--tls-cert and --tls-key go together: give both or neither")
     if (config.endpoint_picker_certificate is None) != (config.endpoint_picker_key is None):
         raise ValueError("--endpoint-picker-cert and -key go together: give both or neither")
-    if config.endpoint_picker_plain and (
-        config.endpoint_picker_certificate or config.endpoint_picker_client_ca
-    ):
+    if config.endpoint_picker_plain and config.endpoint_picker_certificate:
         raise ValueError("--endpoint-picker-plain: has no certificates: leave out one of them")
-    if config.endpoint_picker_direct and config.endpoint_picker_client_ca is None:
-        raise ValueError(
-            "--endpoint-picker-direct: gives the keys of engines to its clients, which must be "
-            "proxies: give --endpoint-picker-client-ca"
-        )
     if config.router_port and None in (
         config.router_certificate,
         config.router_key,

@@ -46,9 +46,8 @@ def files(tmp_path: Path) -> Files:
     return Files(tmp_path).write()
 
 
-async def ask(port: int, trusted: bytes | None, name: str = "", shown: Files | None = None) -> int:
-    """The health of the picker; without `trusted` over a plain channel. `shown`: the caller's own
-    certificate."""
+async def ask(port: int, trusted: bytes | None, name: str = "") -> int:
+    """The health of the picker; without `trusted` over a plain channel."""
     options = [("grpc.ssl_target_name_override", name)] if name else []
     # Else channels of one process to one address share a connection.
     options += [("grpc.use_local_subchannel_pool", 1)]
@@ -57,8 +56,7 @@ async def ask(port: int, trusted: bytes | None, name: str = "", shown: Files | N
         if trusted is None:
             channel = grpc.aio.insecure_channel(address, options=options)
         else:
-            own = (shown.key.read_bytes(), shown.certificate.read_bytes()) if shown else ()
-            proof = grpc.ssl_channel_credentials(trusted, *own)
+            proof = grpc.ssl_channel_credentials(trusted)
             channel = grpc.aio.secure_channel(address, proof, options=options)
         await stack.enter_async_context(channel)
         request = health_pb2.HealthCheckRequest(service="readiness")
@@ -120,65 +118,6 @@ async def test_without_tls_it_is_plain_grpc(make_picker, port) -> None:
     assert await ask(port, None) == health_pb2.HealthCheckResponse.SERVING
 
 
-@pytest.fixture
-def make_files(tmp_path: Path):
-    """Makes files of certificates in a folder of this name."""
-
-    def make(name: str) -> Files:
-        (folder := tmp_path / name).mkdir()
-        return Files(folder).write()
-
-    return make
-
-
-async def test_a_direct_picker_serves_proxies_alone(make_picker, port, make_files) -> None:
-    picker, proxy, stranger = map(make_files, ("picker", "proxy", "stranger"))
-    await make_picker(
-        endpoint_picker_direct=True,
-        endpoint_picker_certificate=picker.certificate,
-        endpoint_picker_key=picker.key,
-        endpoint_picker_client_ca=proxy.certificate,
-    )
-    trusted = picker.certificate.read_bytes()
-    assert await ask(port, trusted, NAME, proxy) == health_pb2.HealthCheckResponse.SERVING
-    for shown in (None, stranger, picker):
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await ask(port, trusted, NAME, shown)
-        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-    with pytest.raises(grpc.aio.AioRpcError):
-        await ask(port, None)
-
-
-async def test_another_authority_of_proxies_is_for_new_connections(
-    make_picker, port, make_files, caplog
-) -> None:
-    old, new = make_files("old"), make_files("new")
-    (authority := old.folder / "ca.crt").write_bytes(old.certificate.read_bytes())
-    await make_picker(endpoint_picker_client_ca=authority)
-    own = x509.load_der_x509_certificate(await shown(port)).public_bytes(PEM)
-    authority.write_text("half of a")
-    assert await ask(port, own, shown=old)
-    assert [r.levelno for r in caplog.records if "stays as it was" in r.message] == [logging.ERROR]
-    authority.write_bytes(new.certificate.read_bytes())
-    assert await ask(port, own, shown=new)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await ask(port, own, shown=old)
-
-
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [(None, "No such file"), ("", "has no certificates"), ("\u00e9", "has no certificates")],
-)
-def test_an_authority_that_cannot_be_used_is_one_clear_error(
-    tmp_path: Path, text: str | None, reason: str
-) -> None:
-    file = tmp_path / "ca.crt"
-    if text is not None:
-        file.write_text(text)
-    with pytest.raises(TlsError, match=f"ca.crt: {reason}"):
-        make_credentials(GatewayConfig("", endpoint_picker_client_ca=file), None)
-
-
 def test_files_that_cannot_be_used_are_one_clear_error(files: Files, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no certificate")
     config = GatewayConfig(
@@ -201,13 +140,6 @@ def test_without_the_library_it_says_what_to_install(monkeypatch) -> None:
         (
             ["--endpoint-picker-cert=a", "--endpoint-picker-key=b", "--endpoint-picker-plain"],
             "leave out one of them",
-        ),
-        (["--endpoint-picker-client-ca=a", "--endpoint-picker-plain"], "leave out one of them"),
-        (["--endpoint-picker-direct"], "give --endpoint-picker-client-ca"),
-        (["--endpoint-picker-direct", "--endpoint-picker-plain"], "--endpoint-picker-client-ca"),
-        (
-            ["--endpoint-picker-direct", "--endpoint-picker-cert=a", "--endpoint-picker-key=b"],
-            "give --endpoint-picker-client-ca",
         ),
     ],
 )

@@ -2,7 +2,6 @@
 
 A proxy speaks TLS to the picker of its InferencePool by default and does not verify the
 certificate: so without files the picker uses a self-signed one, as that of the extension does.
-A picker that names instances gives their keys away; so it asks for the proxy's certificate.
 """
 
 import ipaddress
@@ -31,11 +30,10 @@ def make_credentials(
     self-signed one is made. Raises EndpointPickerError, TlsError."""
     if config.endpoint_picker_plain:
         return None
-    client_ca = config.endpoint_picker_client_ca
     if certificate is not None:
-        return make_grpc_credentials(certificate.read_again, client_ca)
+        return make_grpc_credentials(certificate.read_again, None)
     self_signed = _make_self_signed(config.host)
-    return make_grpc_credentials(lambda: self_signed, client_ca)
+    return make_grpc_credentials(lambda: self_signed, None)
 
 
 def _make_self_signed(host: str) -> KeyAndCertificate:

@@ -164,34 +164,23 @@ def _find_no_model() -> str:
 
 
 def parse_completion(
-    path: bytes,
-    body: Body,
-    find_only_model: FindModel = _find_no_model,
-    *,
-    is_relayed: bool = True,
+    path: bytes, body: Body, find_only_model: FindModel = _find_no_model
 ) -> Steps[CompletionRequest]:
     """Parse a request to /v1/completions or /v1/chat/completions. Raises GatewayError (400).
-    `find_only_model`: see `read_model`; `is_relayed`: its answer passes through the gateway."""
+    `find_only_model`: see `read_model`."""
     # Each generator costs as much as several calls: small requests get by with one.
     if len(body) <= MIN_BYTES:
-        fields = decode_fields(body)
-        return build_completion(path, fields, find_only_model, is_relayed=is_relayed)
-    return _parse_large(path, body, find_only_model, is_relayed)
+        return build_completion(path, decode_fields(body), find_only_model)
+    return _parse_large(path, body, find_only_model)
 
 
-def _parse_large(
-    path: bytes, body: Body, find_only_model: FindModel, is_relayed: bool
-) -> Steps[CompletionRequest]:
+def _parse_large(path: bytes, body: Body, find_only_model: FindModel) -> Steps[CompletionRequest]:
     fields = yield from scan_fields(body)
-    return (yield from build_completion(path, fields, find_only_model, is_relayed=is_relayed))
+    return (yield from build_completion(path, fields, find_only_model))
 
 
 def build_completion(
-    path: bytes,
-    fields: Fields,
-    find_only_model: FindModel = _find_no_model,
-    *,
-    is_relayed: bool = True,
+    path: bytes, fields: Fields, find_only_model: FindModel = _find_no_model
 ) -> Steps[CompletionRequest]:
     """A request to one of these paths from its fields. Raises GatewayError (400)."""
     _admit_fields(path, fields)
@@ -202,7 +191,7 @@ def build_completion(
         prompts, prompt_tokens = yield from measure_sides(fields, prompts, prompt_tokens)
     is_plain = _SPECIAL_FIELDS.isdisjoint(fields)
     can_continue = stream and prompts == 1 and (is_plain or not _depends_on_engine_state(fields))
-    report = request_report(fields, prompts, prompt_tokens, stream=stream, is_relayed=is_relayed)
+    report = request_report(fields, prompts, prompt_tokens, stream=stream)
     return CompletionRequest(
         model=read_model(fields, find_only_model),
         fields=fields,

@@ -244,8 +244,6 @@ def _build_tables() -> Mapping[bytes, FieldTable]:
 TABLES = _build_tables()
 """By path of the engine."""
 RESERVED_ARGUMENTS = list_names(ARGUMENT_RULES, Treatment.REMOVED)
-CLIENT_HEADERS = tuple(sorted(HEADER_RULES[0].names))
-"""Header fields that must not reach an engine from a client."""
 
 _Scalar = str | int | float | bool
 decode_arguments = msgspec.json.Decoder(dict[str, _Scalar | list[_Scalar]] | None).decode

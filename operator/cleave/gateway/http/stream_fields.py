@@ -72,19 +72,12 @@ _OWN_KEYS = frozenset(("n", INTERVAL_KEY, OPTIONS_KEY, RETURN_IDS_KEY, "include_
 
 
 def request_report(
-    fields: Fields,
-    num_prompts: int,
-    prompt_tokens: int = 0,
-    *,
-    stream: bool,
-    is_relayed: bool = True,
+    fields: Fields, num_prompts: int, prompt_tokens: int = 0, *, stream: bool
 ) -> TokenReport:
     """Limit the tokens of an event, and request what counts those of a stream; changes `fields`.
-    `prompt_tokens`: estimated.
-    `is_relayed` False: nothing could be removed from it, so nothing is requested. Raises
-    GatewayError (400)."""
+    `prompt_tokens`: estimated. Raises GatewayError (400)."""
     is_plain = num_prompts == 1 and _OWN_KEYS.isdisjoint(fields)
-    if is_plain and not (stream and is_relayed):
+    if is_plain and not stream:
         return _PLAIN_ANSWER
     is_short = prompt_tokens <= MAX_REPORTED_PROMPT
     if is_plain and is_short:
@@ -92,7 +85,7 @@ def request_report(
         return _PLAIN_STREAM
     interval = _limit_interval(fields)
     num_choices = min(max(_read_int("n", fields.get("n")) or 1, 1) * num_prompts, _MAX_CHOICES)
-    if not (stream and is_relayed):
+    if not stream:
         return TokenReport(has_ids=False, num_choices=num_choices, num_prompts=num_prompts)
     options = _read_options(fields)
     shows_usage = options.get(_USAGE_KEYS[0]) is True
