@@ -76,7 +76,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         line = [CLEAVE, "gateway", "--agents", f"file:{agents}", "--port", str(port)]
         line += ["--router-port", str(router_port), "--router-cert", files.certificate]
         line += ["--router-key", files.key, "--router-client-ca", caller.certificate]
-        line += ["--witness-share", "0", "--audit-share", "0"]
+        line += ["--witness-share", "0"]
         with (folder / "gateway.log").open("wb") as log:
             env = os.environ | deployment.agent_env
             gateway = subprocess.Popen(line, env=env, stdout=log, stderr=log)

@@ -54,7 +54,7 @@ def vllm(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         env=[{"name": name, "value": value} for name, value in env.items()],
     )
     manifest["spec"] |= {  # type: ignore[operator]
-        "witness": {"engineShare": 0.1, "auditShare": 0},
+        "witness": {"engineShare": 0.1},
         "template": {"resources": {"limits": {"cpu": "1", "memory": "4Gi"}}},
     }
     with deployed(manifest, folder, timeout_s=420) as deployment:

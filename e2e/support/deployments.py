@@ -218,7 +218,7 @@ def tiny_vllm(model: Path, **spec: object) -> dict[str, object]:
             },
             "slo": {"ttftMs": 1000, "tpotMs": 200},
             # Tests count what engines compute.
-            "witness": {"engineShare": 0, "auditShare": 0},
+            "witness": {"engineShare": 0},
             # Less than is usual for vLLM: the model is small, and other tests run beside.
             "template": {"resources": {"limits": {"memory": "4Gi"}}},
             **spec,

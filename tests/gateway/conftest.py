@@ -380,7 +380,7 @@ async def make_stage() -> AsyncIterator[Callable[..., Awaitable[Stage]]]:
         timeouts = Timeouts(**{"drain_s": 5.0, **waits})
         shared_state = options.pop("shared_state", None)
         # Engines count requests, so those of the witness only come where a test asks for them.
-        options = {"witness_share": 0.0, "audit_share": 0.0, **options}
+        options = {"witness_share": 0.0, **options}
         options = {"agents": "", **options}
         gateway = GatewayServer(GatewayConfig(port=0, timeouts=timeouts, **options), shared_state)
         await gateway.start()

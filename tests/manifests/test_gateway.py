@@ -67,19 +67,14 @@ def test_the_gateway_learns_all_names_of_the_model(deployment) -> None:
     assert hash_revision(chat) == hash_revision(deployment())
 
 
-def test_shares_of_the_witness_are_given_only_where_they_differ_from_the_gateways(
+def test_the_share_of_the_witness_is_given_only_where_it_differs_from_the_gateways(
     deployment,
 ) -> None:
     command = container(build_gateway_pod(deployment(witness={"engineShare": 0})))["command"]
     assert option(command, "--witness-share") == "0"
-    assert "--audit-share" not in command
-    command = container(build_gateway_pod(deployment(witness={"auditShare": 0.5})))["command"]
-    assert option(command, "--audit-share") == "0.5"
-    assert "--witness-share" not in command
+    assert "--witness-share" not in container(build_gateway_pod(deployment()))["command"]
     defaults = {field.name: field.default for field in fields(GatewayConfig)}
-    spec = WitnessSpec()
-    assert spec.engine_share == defaults["witness_share"]
-    assert spec.audit_share == defaults["audit_share"]
+    assert WitnessSpec().engine_share == defaults["witness_share"]
 
 
 @pytest.mark.parametrize(

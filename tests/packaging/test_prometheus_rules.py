@@ -52,7 +52,6 @@ WELL: Series = {
     '=cleave_gateway_kv_pairs{model="m",state="unproven"}': 0,
     '=cleave_gateway_kv_proof_age_seconds_max{model="m"}': 40,
     'cleave_gateway_kv_canaries_total{result="good"}': 3,
-    'cleave_gateway_kv_audits_total{result="same"}': 3,
     '=cleave_operator_prediction_holds{deployment="default/chat",model="m"}': 1,
     '=cleave_operator_kv_rate_as_planned{deployment="default/chat",model="m"}': 1,
 }
@@ -72,7 +71,6 @@ ILL: dict[str, Series] = {
     "CleaveHandoffsFail": {'cleave_gateway_handoffs_total{result="refused"}': 20},
     "CleavePairsFail": {'=cleave_gateway_kv_pairs{model="m",state="closed"}': 1},
     "CleaveProofsAreStale": {'=cleave_gateway_kv_proof_age_seconds_max{model="m"}': 700},
-    "CleaveAnswersDiffer": {'cleave_gateway_kv_audits_total{result="different"}': 1},
     "CleaveEnginesUnscraped": {'=vllm:num_requests_running{model_name="m"}': None},
     "CleaveCachesAreNotAsPredicted": {
         'cleave_gateway_cache_hit_tokens_total{model="m",engine="a",source="engine"}': 10_000

@@ -179,7 +179,6 @@ async def _serve_gateway(stack: contextlib.AsyncExitStack, target: Target, folde
         router_certificate=target.router_files.certificate, router_key=target.router_files.key,
         router_client_ca=target.router_files.certificate,
         endpoint_picker_port=target.picker, endpoint_picker_plain=True, witness_share=0.0,
-        audit_share=0.0,
     )  # fmt: skip
     gateway = GatewayServer(config)
     await gateway.start()

@@ -247,8 +247,6 @@ class WitnessSpec(ApiModel):
 
     engine_share: Annotated[float, Field(ge=0, le=0.1)] = 0.005
     """Share of each engine's time that canary handoffs may take; 0: there are none."""
-    audit_share: Annotated[float, Field(ge=0, le=1)] = 0.0001
-    """Share of greedy streams with a handoff that are computed again as a whole and compared."""
 
 
 class LLMDeploymentSpec(ApiModel):

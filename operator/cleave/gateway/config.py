@@ -377,14 +377,6 @@ class GatewayConfig:
         parse=parse_ratio,
         metavar="SHARE",
     )
-    audit_share: float = _declare(
-        "--audit-share",
-        0.0001,
-        "share of greedy streams with a handoff that are computed again as a whole and compared, "
-        "0 to 1",
-        parse=parse_ratio,
-        metavar="SHARE",
-    )
     timeouts: Timeouts = Timeouts()
 
     @property

@@ -20,7 +20,6 @@ from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate
 from cleave.gateway.upstream.circuit_breaker import CircuitBreaker
 from cleave.gateway.upstream.connection_pool import EnginePool
-from cleave.gateway.upstream.handoff_samples import HandoffSamples
 from cleave.gateway.upstream.retry_budget import RetryBudget
 from cleave.gateway.upstream.suspect_requests import SuspectRequests
 from cleave.gateway.upstream.suspect_senders import SuspectSenders
@@ -114,7 +113,6 @@ class GatewayContext:
         self.retry_budget = RetryBudget(config.retry_share, self._list_active_models)
         self.suspect_requests = SuspectRequests()
         self.suspect_senders = SuspectSenders()
-        self.handoff_samples = HandoffSamples(config.audit_share)
         self.write_batcher = WriteBatcher()
         self.certificates: dict[str, TlsCertificate] = {}
         """By port: https, router, endpoint_picker. Set by the server."""

@@ -31,7 +31,6 @@ from cleave.gateway.http.connection_limiter import ConnectionLimiter
 from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsCertificate, make_grpc_credentials
 from cleave.gateway.tracing.recorder import RequestRecorder, make_recorder
-from cleave.gateway.witness.auditor import Auditor
 from cleave.gateway.witness.pair_recorder import send_proofs
 from cleave.gateway.witness.witness import Witness
 from cleave.policy.role_flipping import build_thresholds
@@ -151,8 +150,6 @@ class GatewayServer:
             parts.append(self._role_flipper.run())
         if self._witness is not None:
             parts.append(self._witness.run())
-        if context.handoff_samples.is_on:
-            parts.append(Auditor(context, self._send_proofs).run())
         self._tasks = [self._start_task(part) for part in parts]
         if self._shared_state is not None:
             self._shared_state.register_process(os.getpid())

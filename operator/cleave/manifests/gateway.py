@@ -238,12 +238,8 @@ def _build_flags(
 
 def _build_witness_flags(witness: WitnessSpec) -> dict[str, object]:
     """Only what is not the gateway's default: an image of the version before has no such flags."""
-    usual = WitnessSpec()
-    shares = {
-        "--witness-share": (witness.engine_share, usual.engine_share),
-        "--audit-share": (witness.audit_share, usual.audit_share),
-    }
-    return {flag: share for flag, (share, default) in shares.items() if share != default}
+    share = witness.engine_share
+    return {} if share == WitnessSpec().engine_share else {"--witness-share": share}
 
 
 def _build_tls_flags(option: str, volume: str) -> dict[str, object]:

@@ -158,7 +158,6 @@ class MeasuredGateway:
             internal_port=find_free_port(),
             timeouts=Timeouts(drain_s=1),
             witness_share=0.0,
-            audit_share=0.0,
         )
         self._gateway = GatewayServer(config)
         runner.run(self._gateway.start())

@@ -367,7 +367,7 @@ async def test_a_closed_pair_that_is_never_tested_is_used_again_when_its_result_
         now_s += 5
         await witness.check(now_s)
         assert not table.closed_pairs.count
-    assert not stage.context.metrics.canaries["audit"]
+    assert not stage.context.metrics.canaries["reported"]
 
 
 @pytest.mark.parametrize("restarted", ["p0", "d0"])

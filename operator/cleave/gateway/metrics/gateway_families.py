@@ -92,9 +92,6 @@ def _list_events(total: GatewayMetrics) -> Iterator[Family]:
     yield _build_counter("kv_canaries", "Canary handoffs by result", canaries, "result")
     text = "Time of engines that canary handoffs took"
     yield _build_counter("kv_canary_seconds", text, _list(total.canary_seconds), "phase")
-    audits = _list(dict.fromkeys(("same", "different"), 0) | total.audits)
-    text = "Handoffs of requests that were computed again, by result"
-    yield _build_counter("kv_audits", text, audits, "result")
     zeros = ((model, *roles) for model in list(total.models) for roles in _FLIPS)
     flips = _fill_zeros(total.flips, zeros)
     yield _build_counter("flips", "Changes of roles", flips, "model", "from", "to")

@@ -104,7 +104,7 @@ class GatewayMetrics:
     """Everything one gateway process has counted since its start."""
 
     __slots__ = (
-        "ahead_from_tokens", "audits", "canaries", "canary_seconds", "certificate_expiries",
+        "ahead_from_tokens", "canaries", "canary_seconds", "certificate_expiries",
         "dispatches", "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips",
         "handoffs", "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections",
         "requests", "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results",
@@ -157,12 +157,9 @@ class GatewayMetrics:
         another boot or request, or unreadable), ahead (after the decode engine had responded)."""
         self.canaries: dict[str, int] = defaultdict(int)
         """Canary handoffs by result: good, near_tie, blurred (shows nothing), or what was wrong:
-        tokens, bytes, slow, refused; audit: wrong in the handoff of a request."""
+        tokens, bytes, slow, refused; reported: found by another process."""
         self.canary_seconds: dict[str, float] = defaultdict(float)
         """Time of engines that canaries took, by phase."""
-        self.audits: dict[str, int] = defaultdict(int)
-        """Handoffs of requests that were computed again as a whole, by result: same, near_tie,
-        different, skipped (engines were busy, or failed)."""
         self.spans: dict[str, int] = defaultdict(int)
         """Of traces, by result: exported, failed, dropped. Empty without tracing."""
         self.processes = 1

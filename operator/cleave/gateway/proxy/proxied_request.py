@@ -26,7 +26,6 @@ from cleave.gateway.admission.tenants import DEFAULT_TENANT, Tenant
 from cleave.gateway.admission.ticket import AdmissionTicket
 from cleave.gateway.context import GatewayContext
 from cleave.gateway.event_loop_faults import contain
-from cleave.gateway.failover.handoff_sampling import sample_handoff
 from cleave.gateway.failover.resumption import RESUMABLE_PATHS, NotResumableError
 from cleave.gateway.failover.retry_policy import Failure
 from cleave.gateway.failover.splice import SpliceError
@@ -471,10 +470,6 @@ class ProxiedRequest:
             self._respond_error(error, outcome)
 
     def _finish_stream(self) -> None:
-        attempt, relay, samples = self._attempt, self._relay, self._context.handoff_samples
-        if samples.is_on and self._retry_state is None and attempt is not None and relay:
-            read = relay.read_transcript
-            sample_handoff(samples, self._path, self._completion, attempt.pick, read)
         self._release("ok")
         self._client.end(reusable=True)
 

@@ -1,6 +1,6 @@
 """Requests of the witness itself to engines, over the connections that clients' requests use.
 
-Used by canaries and audits. A coroutine for each call, as there are a few in a second at most.
+Used by canaries. A coroutine for each call, as there are a few in a second at most.
 """
 
 import asyncio

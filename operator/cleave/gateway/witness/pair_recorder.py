@@ -1,6 +1,6 @@
 """Records results of pairs: in this process at once, and at the decode side's agent for all others.
 
-Used by the witness and the auditor. What is hard: an agent may take seconds to answer, while
+Used by the witness. What is hard: an agent may take seconds to answer, while
 the next result of a pair is there, and the older one must not arrive last. So each agent has one
 sender.
 """

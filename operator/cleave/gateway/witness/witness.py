@@ -130,8 +130,8 @@ class Witness:
         self._block_bytes = {k: v for k, v in self._block_bytes.items() if k in boots}
 
     def _review_results(self, pairs: Iterable[WitnessedPair], now: float) -> None:
-        """Adopt faults that other processes have found in handoffs of requests, and renew or end
-        results of closed pairs."""
+        """Adopt faults that other processes have found, as one that tested the pair before, and
+        renew or end results of closed pairs."""
         for pair in pairs:
             history, result = pair.history, pair.decode.pairs.get(pair.key[0])
             if result is None:
@@ -139,7 +139,7 @@ class Witness:
             is_closed = result.is_closed(now)
             if is_closed and not history.is_closed and result.at > history.tested_s:
                 fault = result.reason.removeprefix(f"{pair.name}: ")
-                self._record_fault(pair, "audit", fault)
+                self._record_fault(pair, "reported", fault)
             elif not history.is_closed:
                 continue
             elif not is_closed and STANDINGS.get(result.trust) is history.standing:
@@ -327,16 +327,15 @@ def _rank(pair: WitnessedPair) -> tuple[bool, bool, float]:
     return not history.is_urgent, not history.is_closed, history.tested_s
 
 
-def is_idle(instance: RoutedInstance, own_prompt: int = 0) -> bool:
-    """Whether no prompt waits there and half of the KV cache is free. `own_prompt`: tokens of the
-    caller's own prompt, which counts there already."""
+def is_idle(instance: RoutedInstance) -> bool:
+    """Whether no prompt waits there and half of the KV cache is free."""
     is_free = 2 * instance.load.kv_blocks_free >= instance.registration.kv_blocks_total
-    return is_free and not has_waiting(instance, own_prompt)
+    return is_free and not has_waiting(instance)
 
 
-def has_waiting(instance: RoutedInstance, own_prompt: int = 0) -> bool:
-    """Whether prompts other than the caller's own wait there."""
-    is_pending = instance.in_flight.prompt.pending >= own_prompt + 1.0
+def has_waiting(instance: RoutedInstance) -> bool:
+    """Whether prompts wait there."""
+    is_pending = instance.in_flight.prompt.pending >= 1.0
     return is_pending or instance.load.num_waiting > 0
 
 
