@@ -38,7 +38,6 @@ def test_an_extra_is_missing_while_one_requirement_is(monkeypatch: pytest.Monkey
     [
         ("numba", "planner"),
         ("uvloop", "gateway"),
-        ("sklearn.tree", "lengths"),
         ("kubernetes.aio", "operator"),
         ("opentelemetry.sdk.trace", "otel"),
         ("aiohttp", "worker"),

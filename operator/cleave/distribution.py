@@ -17,8 +17,6 @@ from urllib.parse import unquote, urlsplit
 NAME = "cleave-serving"
 
 _REQUIREMENT = re.compile(r"([\w.-]+)[^;]*;.*\bextra == ['\"]([\w-]+)['\"]")
-_DISTRIBUTION_NAMES = {"sklearn": "scikit-learn"}
-"""Distributions by the name of their module, where the names differ."""
 
 
 class MissingExtraError(Exception):
@@ -74,8 +72,7 @@ def find_missing_extras(extras: Iterable[str]) -> list[str]:
 
 def find_extras_with(module: str) -> list[str]:
     """Extras that provide `module` (`a` or `a.b`), the one with the fewest requirements first."""
-    top = module.partition(".")[0]
-    name = _DISTRIBUTION_NAMES.get(top, top)
+    name = module.partition(".")[0]
     # opentelemetry.sdk comes with opentelemetry-sdk.
     providers = [
         extra

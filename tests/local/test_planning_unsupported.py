@@ -48,7 +48,6 @@ def cached(source: str = "org/model", **cache) -> dict:
             {"engine": {"env": [{"name": "K", "valueFrom": {"secretKeyRef": SECRET}}]}},
             "spec.engine.env.K",
         ),
-        ({"routing": {"lengthsConfigMap": "lengths"}}, "spec.routing.lengthsConfigMap"),
         ({"paused": True}, "spec.paused"),
         ({"planning": {"mode": "Advisory"}}, "spec.planning.mode"),
     ],

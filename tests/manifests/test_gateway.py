@@ -174,14 +174,6 @@ def test_keys_come_from_a_secret(deployment) -> None:
     assert "--api-keys" not in container(build_gateway_pod(deployment()))["command"]
 
 
-def test_trained_lengths_come_from_a_config_map(deployment) -> None:
-    pod = build_gateway_pod(deployment(routing={"lengthsConfigMap": "chat-lengths"}))
-    assert pod["spec"]["volumes"][-1]["configMap"]["name"] == "chat-lengths"
-    mount = container(pod)["volumeMounts"][-1]
-    assert option(container(pod)["command"], "--lengths") == f"{mount['mountPath']}/lengths.json"
-    assert "--lengths" not in container(build_gateway_pod(deployment()))["command"]
-
-
 def test_with_a_certificate_everything_outside_is_https(deployment) -> None:
     chat = deployment(gateway={"tlsSecret": "chat-tls"})
     template = build_gateway_deployment(chat)["spec"]["template"]

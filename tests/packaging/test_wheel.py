@@ -44,7 +44,6 @@ BASE = {
     "gateway": ("--agents 127.0.0.1:1", "gateway"),
     "operator": ("", "operator"),
     "batch": ("requests.jsonl --endpoint http://127.0.0.1:1 --timeout 1", ""),
-    "lengths": ("train trace.csv -O lengths.json", "lengths"),
 }
 """Commands -> arguments that they accept, and extras that are then missing."""
 

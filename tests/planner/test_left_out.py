@@ -43,8 +43,6 @@ CHANGED = {
 """Fields that change latencies, with values that must all differ in what plans simulate or say."""
 
 WITHOUT_EFFECT = {
-    # Plans know the lengths; what predictions of them miss is in the line about the policy.
-    "routing.lengthsConfigMap",
     # Matters when instances are lost, which no plan simulates (`cleave plan --explain`).
     "routing.fallback",
     # What clients and operators see of gateways, not which engines requests get.

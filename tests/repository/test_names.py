@@ -61,12 +61,12 @@ SHARED_CLASS_NAMES: set[str] = set()
 _VERBS = """
 abandon abort accept accepts account accumulate acquire add admit adopt advance aggregate allocate
 allows annotate applies apply are assess assign attribute authenticate batch become begin bind
-bisect blur bound buffer build call can cancel carry change changes characterize charge check
+bisect bound buffer build call can cancel carry change changes characterize charge check
 choose chunk claim clamp classify clean clear clip clone close collect color compare
 compile complete compute computes configure confirm connect construct consume contain contains
 convert copy correct count create cross cut decide declare decline decode defer delete delimit
 deliver depends describe detach detect dial disable discard discount discover dispatch divide do
-drain draw drop dump echo emit enable encode end ends enqueue enter enumerate estimate evaluate
+drain draw drop dump echo emit enable encode end ends enqueue enter enumerate estimate
 evict exchange exclude execute exit expand expect expire explain export extend extract fail feed
 fetch fill filter find finish fit fits flush fold force forecast forget form format forward free
 freeze generate get give goes grant group grow guess halve handle has hash holds ignore import index
@@ -83,7 +83,7 @@ retire retry return review revise rewrite rotate round run sample sanitize save 
 scan schedule score scrape select send separate serve serves set settle share shorten should
 show shrink shutdown sign signal simulate skip sleep slice solve sort spawn split start step stop
 store stream strip submit subtract suggest sum summarize supervise supports swap sync synchronize
-tabulate tail take terminate test tick time train transfer trim truncate try
+tabulate tail take terminate test tick time transfer trim truncate try
 unpack unwrap update upsert validate verify view wait wake walk warm was watch work write
 """
 VERBS = frozenset(_VERBS.split())
@@ -105,7 +105,7 @@ test_adapters test_against_emulator test_against_reference test_attacks test_con
 test_broken_engines test_charges_emulated test_different_shapes test_dispatch
 test_event_loop_pauses test_fuzz_engines test_fuzz_blocks test_fuzz_heads test_fuzz_http
 test_in_browser
-test_later_messages test_length_predictors test_lifecycle test_logs test_main test_others
+test_later_messages test_lifecycle test_logs test_main test_others
 test_published_results test_queries test_recovery_emulated test_recovery_rules test_role_change
 test_rollback test_rollout_histories test_same_picks test_scale_from_zero test_scaling_convergence
 test_scheduling_limits test_siblings_end_to_end test_skew test_smuggling test_vllm_interfaces

@@ -127,10 +127,6 @@ class Routing(ApiModel):
     """HTTP header for session affinity: prompts of requests with the same value are sent to the
     same instance, unless they would wait longer there than another instance needs to compute them.
     Absent: no session affinity."""
-    lengths_config_map: Annotated[str, Field(max_length=253, pattern=DNS_NAME)] | None = None
-    """Name of a ConfigMap whose entry `lengths.json` was written by `cleave lengths train`. The
-    gateway uses this model to predict output lengths where it has been more accurate than the mean
-    by prompt length that gateways learn. Absent: they use that mean."""
     fallback: Annotated[FallbackPolicy, Field(strict=False)] = FallbackPolicy.ALWAYS
     """When a decode instance also computes the prompt. Always: whenever no prefill instance is
     available. OnPrefillLoss: only after a prefill instance failed during the request. Never: the

@@ -30,7 +30,6 @@ from cleave.cli.output.errors import BAD_INPUT, FAILED, fail
 from cleave.cli.planning.plan import plan
 from cleave.cli.planning.provision import provision
 from cleave.cli.planning.simulate import simulate
-from cleave.cli.profiling.lengths import lengths
 from cleave.cli.profiling.profile import profile
 from cleave.cli.profiling.workload import workload
 from cleave.cli.top.command import top
@@ -40,7 +39,6 @@ _EXTRAS = {
     "up": ("gateway", "worker"),
     "gateway": ("gateway",),
     "operator": ("operator",),
-    "lengths": ("lengths",),
 }
 """Extras that a command needs; a command that is not listed needs at most the planner."""
 
@@ -113,13 +111,12 @@ _GROUPS: dict[str, tuple[Callable[..., None], ...]] = {
 for heading, commands in _GROUPS.items():
     for command in commands:
         file = inspect.signature(command).parameters.get(MANIFEST)
-        # By identity: `profile --output-file` and `lengths --with` are files, too.
+        # By identity: `profile --output-file` is a file, too.
         classes = {id(File): ManifestCommand, id(Files): ManifestsCommand}
         kind = classes.get(id(file.annotation)) if file else None
         app.command(cls=kind, rich_help_panel=heading)(command)
 for forwarded in (gateway, operator):
     app.command(context_settings=PASSTHROUGH_SETTINGS, rich_help_panel="Run components")(forwarded)
-app.add_typer(lengths, name="lengths", rich_help_panel="Plan capacity")
 
 
 def _print_version(requested: bool) -> None:

@@ -292,11 +292,6 @@ class GatewayConfig:
         "one instance computes the prompts of all requests with the same value in this header",
         metavar="NAME",
     )
-    output_length_model: Path | None = _declare_file(
-        "--lengths",
-        "from cleave lengths train: predicts output lengths; used if it was measured to be "
-        "better than the mean by prompt length",
-    )
     whole_below_tokens: int = _declare(
         "--whole-below",
         0,

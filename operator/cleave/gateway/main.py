@@ -30,7 +30,6 @@ from cleave.gateway.tls import TlsError
 from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.gateway.tracing.request_record import TracingError
 from cleave.rpc.agent_discovery import ENV, DiscoveryError
-from cleave.traffic.length_file import LengthsError
 
 __all__ = ["GatewayConfig", "main", "run"]
 
@@ -47,7 +46,7 @@ MAX_OPEN_FILES = 1 << 20
 """Some systems allow a billion, and some libraries iterate over all of them."""
 OWN_FILES = 64
 """Open files of a gateway besides connections of clients and to engines."""
-_ERRORS = (ApiKeysError, DiscoveryError, EndpointPickerError, LengthsError, TlsError, TracingError)
+_ERRORS = (ApiKeysError, DiscoveryError, EndpointPickerError, TlsError, TracingError)
 """Of the configuration: exit code 2."""
 
 

@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from cleave.api.enums import FlippingMode
@@ -43,7 +42,6 @@ from cleave.router.watchdog import WatchdogTimer
 from cleave.rpc.agent_discovery import AgentDiscovery
 from cleave.rpc.plan_thresholds import PlanThresholds
 from cleave.time_slices import Steps, run_at_once, run_in_slices
-from cleave.traffic import length_file
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +76,6 @@ class GatewayServer:
         router_class = SharedRouter if shared else Router
         prefixes = shared.prefix_memory if shared else None
         router = router_class(registry, config.fallback, rules, prefix_memory=prefixes)
-        if config.output_length_model is not None:
-            _load_output_length_model(config.output_length_model, router)
         self.context = GatewayContext(config, router, self._api_keys_file.keys, shared)
         self.context.certificates = _load_certificates(config)
         self.context.restore_counters()
@@ -309,13 +305,3 @@ def _load_certificates(config: GatewayConfig) -> dict[str, TlsCertificate]:
         for port, (certificate, key) in pairs.items()
         if certificate is not None and key is not None
     }
-
-
-def _load_output_length_model(path: Path, router: Router) -> None:
-    """Use a file's trained model if it beats the online predictor. Raises LengthsError."""
-    trained = length_file.read_length_file(path)
-    if trained.scores.is_better:
-        router.length_predictor = trained.tree
-        log.info("output lengths are predicted by %s: %s", path, trained.scores.comparison)
-    else:
-        log.warning("%s is not used: %s", path, trained.scores.comparison)

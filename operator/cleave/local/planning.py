@@ -210,9 +210,6 @@ def find_unsupported(spec: LLMDeploymentSpec) -> Iterator[str]:
     if gateway.router_tls_secret:
         remedy = _start_with("--router-port PORT and certificates")
         yield f"spec.gateway.routerTlsSecret: {_NO_SECRETS}; {remedy}"
-    if spec.routing.lengths_config_map:
-        fault = "there are no ConfigMaps without a cluster"
-        yield f"spec.routing.lengthsConfigMap: {fault}; {_start_with('--lengths FILE')}"
     of_roles = (each for role in Role for each in spec.engine.get_role(role).env)
     for variable in (*spec.engine.env, *of_roles):
         if variable.value_from:

@@ -44,7 +44,7 @@ _INTERNAL = "internal"
 _PICKER = "picker"
 _ROUTER = "router"
 _FILES = "/etc/cleave"
-_KEYS, _TLS, _LENGTHS = "keys", "tls", "lengths"
+_KEYS, _TLS = "keys", "tls"
 _PICKER_TLS, _ROUTER_TLS = "picker-tls", "router-tls"
 """Volumes, each mounted below _FILES by its name."""
 
@@ -155,14 +155,11 @@ def _build_volumes(deployment: LLMDeployment) -> list[Manifest]:
         _PICKER_TLS: gateway.endpoint_picker_tls_secret if gateway.endpoint_picker else None,
         _ROUTER_TLS: gateway.router_tls_secret,
     }
-    volumes: list[Manifest] = [
+    return [
         {"name": name, "secret": {"secretName": secret, "optional": False}}
         for name, secret in secrets.items()
         if secret
     ]
-    if name := deployment.spec.routing.lengths_config_map:
-        volumes.append({"name": _LENGTHS, "configMap": {"name": name, "optional": False}})
-    return volumes
 
 
 def _build_cluster_container(deployment: LLMDeployment, images: Images) -> Manifest:
@@ -216,7 +213,6 @@ def _build_flags(
         "--fallback": routing.fallback,
         "--policy": routing.policy,
         "--session-header": routing.session_header,
-        "--lengths": routing.lengths_config_map and f"{_FILES}/{_LENGTHS}/lengths.json",
         "--ttft-ms": slo.ttft_ms,
         "--tpot-ms": slo.tpot_ms,
         "--send-targets": scheduling is not None and scheduling.uses_targets,

@@ -2,16 +2,13 @@
 simulator.
 
 What is hard: a prediction must be unbiased, otherwise the errors of a batch add up instead of
-cancelling out; so it is the slowly decaying mean output of prompts of about the same length, or
-that of a leaf of a decision tree, trained on features known at arrival (`traffic.length_training`).
-The tree runs for every request, so it uses only lists and comparisons.
+cancelling out; so it is the slowly decaying mean output of prompts of about the same length. A
+classifier, as in TetriInfer (section 3.3.2), gains nothing by default (`benchmarks/lengths`).
 
-Sources: Aladdin, section 2.3 (conditional average by prompt length); TetriInfer, section 3.3.2
-(a classifier of length ranges, there a language model of 125M parameters that reads the prompt; a
-gateway stores no prompts, so this one uses two numbers).
+Source: Aladdin, section 2.3 (conditional average by prompt length).
 """
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 _CLASSES = 24
 """Number of classes of prompt lengths, by powers of two."""
@@ -24,11 +21,6 @@ _PRIOR_WEIGHT = 8.0
 
 _SHORTEST_STEP_MS = 1e-3
 """Lower bound of a decode iteration, so that progress stays finite."""
-
-PROMPT_TOKENS = 0
-"""Feature number: the estimated prompt tokens of the request."""
-OUTPUT_LIMIT = 1
-"""Feature number: the limit of output tokens; 0: none."""
 
 
 class LengthPredictor(Protocol):
@@ -69,46 +61,6 @@ class ConditionalMean:
                 (outputs.tokens + overall) / (outputs.weight + _PRIOR_WEIGHT)
                 for outputs in self._classes
             ]
-
-
-class TreeNodes(NamedTuple):
-    """A tree as lists over its nodes; node 0 is the root. Children come after their parents."""
-
-    features: list[int]
-    """The feature that the node compares."""
-    thresholds: list[float]
-    """A request with at most this value goes to `below`, else to `above`."""
-    below: list[int]
-    """0: the node is a leaf."""
-    above: list[int]
-    tokens: list[float]
-    """Mean output of the training requests that reached the node."""
-
-
-class RangeTree:
-    """Predicts the mean output of the leaf that a request reaches; implements `LengthPredictor`.
-
-    The mean, not the most likely range: dispatch sums predictions; errors of means cancel out.
-    """
-
-    def __init__(self, nodes: TreeNodes) -> None:
-        self._features, self._thresholds, self._below, self._above, self._tokens = nodes
-
-    def predict(self, prompt_tokens: int, limit: int = 0) -> float:
-        """Output tokens of a request; `limit`: its limit of output tokens, 0: none."""
-        mean = self._tokens[self.find_leaf(prompt_tokens, limit)]
-        return mean if limit == 0 or mean < limit else limit
-
-    def find_leaf(self, prompt_tokens: int, limit: int = 0) -> int:
-        """Index of the leaf that a request reaches."""
-        at = 0
-        while below := self._below[at]:
-            value = prompt_tokens if self._features[at] == PROMPT_TOKENS else limit
-            at = below if value <= self._thresholds[at] else self._above[at]
-        return at
-
-    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
-        """Does nothing: the tree is trained offline."""
 
 
 def estimate_remaining(predicted: float, generated: float) -> float:

@@ -6,7 +6,6 @@ remark of the trace; the rest is an error with line, value and remedy.
 """
 
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,6 @@ from cleave.traffic.recordings.request_fields import (
 )
 from cleave.traffic.recordings.request_numbers import (
     find_tokens,
-    read_counts,
     read_tokens,
     select_separate,
     to_numbers,
@@ -54,19 +52,7 @@ def read_trace(path: Path) -> Trace:
     supplies lengths for a given rate. `hash_ids`, as in Mooncake's traces, say which prompts begin
     alike. Failed requests are left out. Raises HistoryError.
     """
-    return read_trace_with_columns(path)[0]
-
-
-def read_trace_with_columns(
-    path: Path, *named: tuple[str, ...]
-) -> tuple[Trace, list[NDArray[np.int64] | None]]:
-    """The same with further columns of counts: for each of `named` the first name that the file
-    has.
-
-    Names are in normalised form: lower-case letters and digits only. None: no such column; an empty
-    cell counts as 0. Raises HistoryError.
-    """
-    table = read_table(path, frozenset(name for names in named for name in names))
+    table = read_table(path)
     _check_columns(table)
     failed = find_failed(table)
     if failed.rows.any():
@@ -77,8 +63,7 @@ def read_trace_with_columns(
     blocks, block_remarks = read_blocks(table, prompt_tokens, _find_published(table))
     remarks = *failed.remarks, *arrival_remarks, *_describe_separate(table), *block_remarks
     remarks += _describe_models(table)
-    trace = Trace(arrival_ms, prompt_tokens, output_tokens, blocks=blocks, remarks=remarks)
-    return trace, [_read_optional_counts(table, names) for names in named]
+    return Trace(arrival_ms, prompt_tokens, output_tokens, blocks=blocks, remarks=remarks)
 
 
 def write_trace(path: Path, trace: Trace) -> None:
@@ -180,13 +165,3 @@ def _describe_models(table: RequestTable) -> tuple[str, ...]:
             which = f"{field.path} names {len(counts)} models ({', '.join(most)})"
             return (f"{which}: requests of all count; keep those of one",)
     return ()
-
-
-def _read_optional_counts(table: RequestTable, names: tuple[str, ...]) -> NDArray[np.int64] | None:
-    """The first column of these names; an empty cell is 0."""
-    found = {normalize(field.path): field.path for field in table.select(FieldRole.OTHER)}
-    path = next((found[name] for name in names if name in found), None)
-    if path is None:
-        return None
-    cells = [0 if cell in (None, "") else cell for cell in table.cells[path]]
-    return read_counts(replace(table, cells={path: cells}), path, minimum=0)

@@ -30,6 +30,9 @@ def test_only_requests_outside_the_training_set_are_predicted(module, data) -> N
     assert np.abs(predictions.tree - predictions.answers.output_tokens).max() < 40
     assert np.abs(predictions.mean - predictions.answers.output_tokens).min() > 200
     assert set(predictions.low.tolist()) == {1, 600}
+    scores = predictions.score()
+    assert scores["classifier"].mean_absolute_error < 40
+    assert scores["classifier"].accuracy[1] > scores["mean by prompt length"].accuracy[1]
 
 
 def test_admission_by_each_way_serves_the_same_requests(module, data) -> None:

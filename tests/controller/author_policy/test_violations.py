@@ -161,7 +161,6 @@ WAYS = [
         "secrets",
     ),
     ({"template": {"imagePullSecrets": ["db"]}}, "spec.template.imagePullSecrets", "secrets"),
-    ({"routing": {"lengthsConfigMap": "c"}}, "spec.routing.lengthsConfigMap", "configMaps"),
     (
         {"model": {"source": "org/m", "config": {"configMapKeyRef": {"name": "c"}}}},
         "spec.model.config.configMapKeyRef.name",

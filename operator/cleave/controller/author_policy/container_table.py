@@ -82,7 +82,7 @@ _OWN_MOUNTS = {
     "home": "/home/cleave",
     "shm": "/dev/shm",  # noqa: S108
     "cleave-hub-token": "/etc/cleave/hub-token",
-    **{name: f"/etc/cleave/{name}" for name in ("keys", "tls", "lengths", "picker-tls")},
+    **{name: f"/etc/cleave/{name}" for name in ("keys", "tls", "picker-tls")},
 }
 _MOUNTS = Items(
     Fields({

@@ -41,7 +41,6 @@ _FIELDS = (
     (r"spec\.volumes\[tls\].*", "spec.gateway.tlsSecret"),
     (r"spec\.volumes\[picker-tls\].*", "spec.gateway.endpointPickerTlsSecret"),
     (r"spec\.volumes\[router-tls\].*", "spec.gateway.routerTlsSecret"),
-    (r"spec\.volumes\[lengths\].*", "spec.routing.lengthsConfigMap"),
     (r"spec\.model\.", "spec.model."),
     (r"(metadata|spec)\.", "spec.template."),
 )

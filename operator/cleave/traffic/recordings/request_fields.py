@@ -40,8 +40,6 @@ class FieldRole(Enum):
     """Which model the request was for."""
     HASHES = auto()
     BLOCK_TOKENS = auto()
-    OTHER = auto()
-    """Read for another purpose."""
 
 
 class Field(NamedTuple):
@@ -193,15 +191,14 @@ def normalize(name: str) -> str:
 
 
 @lru_cache(10_000)
-def classify_field(path: str, others: frozenset[str] = frozenset()) -> Field | None:
-    """What the field of this path says; None: nothing that is known. `others`: normalised names
-    that are read, too."""
+def classify_field(path: str) -> Field | None:
+    """What the field of this path says; None: nothing that is known."""
     parts = path.split(".")
     if len(parts) > 1 and parts[-1] == "value":  # aiperf's {"value": 550, "unit": "tokens"}
         parts.pop()
     names = [normalize(part) for part in parts]
     name, parent = names[-1], names[-2] if len(names) > 1 else ""
-    role = FieldRole.OTHER if name in others else _find_role(name, parent)
+    role = _find_role(name, parent)
     if role is None and not _ERROR_NAMES.isdisjoint(names[:-1]):
         role = FieldRole.ERROR
     return _classify_arrival(path, parts[-1]) if role is None else Field(path, role)

@@ -53,8 +53,6 @@ class RequestTable:
     path: Path
     unit: str = ":"
     """Between the file's name and the number of a line, or of a request in a JSON document."""
-    others: frozenset[str] = frozenset()
-    """Normalised names of further fields to read."""
     fields: dict[str, Field] = field(default_factory=dict)
     """Known fields by path, in order of appearance."""
     cells: dict[str, list[object]] = field(default_factory=dict)
@@ -102,7 +100,7 @@ class RequestTable:
         """Its cells; None: it is not known. Raises HistoryError."""
         if len(self.names) < _MAX_NAMES:
             self.names[path] = None
-        known = classify_field(path, self.others)
+        known = classify_field(path)
         if known is None:
             return None
         if len(self.fields) >= _MAX_FIELDS:
@@ -118,14 +116,14 @@ def format_value(value: object) -> str:
     return text if len(text) <= _MAX_VALUE_CHARACTERS else text[: _MAX_VALUE_CHARACTERS - 3] + "..."
 
 
-def read_table(path: Path, others: frozenset[str] = frozenset()) -> RequestTable:
+def read_table(path: Path) -> RequestTable:
     """Read the known fields of all requests. Raises HistoryError."""
     try:
         # Read once, from front to end: pipes and devices can be read, too.
         with path.open("rb") as file:
             start = file.peek().removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
             is_json = path.suffix in _JSON_ENDINGS or start in (b"{", b"[")
-            table = RequestTable(path, others=others)
+            table = RequestTable(path)
             table = _read_json(table, file, start) if is_json else _read_csv(table, file)
     except OSError as error:
         raise HistoryError(f"{path}: cannot be read: {error.strerror}") from error
