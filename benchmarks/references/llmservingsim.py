@@ -8,7 +8,8 @@ Its profiles become `Operators`, as those of Cleave's own profiler do, and the s
 recorded arrivals, lengths and prompts. Without `--measured` only arrivals and lengths of a
 recording are read. Written after the comparison: `--times apart` is what was predicted first, with
 decoding beside prompts as long as alone, `tabled` has all of the profiles' attention, `cleave`
-Cleave's own times instead of the profiles. What is hard: a recording has two clocks.
+Cleave's own times instead of the profiles, `linked` those with the link of the recordings' machine.
+What is hard: a recording has two clocks.
 """
 
 import argparse
@@ -17,12 +18,13 @@ import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
-from layer_profile import read_csv, read_operators
+from layer_profile import LINK_GB_PER_S, read_csv, read_operators
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -188,10 +190,13 @@ def predict_tabled(root: Path, run: Run) -> Times:
     return {"TTFT": first - sent, "TPOT": (end - first) / np.maximum(tokens - 1, 1)}
 
 
-def predict_by_cleave(root: Path, run: Run) -> Times:
-    """What the simulator says with Cleave's own times: kernel tables, or the roofline."""
+def predict_by_cleave(root: Path, run: Run, *, has_link: bool = False) -> Times:
+    """What the simulator says with Cleave's own times: kernel tables, or the roofline. `has_link`:
+    with the bandwidth between the GPUs of the recordings' machine."""
     flags, shape = _read_meta(root, run)["engine_kwargs"], load_shape(run.model)
-    cluster = Cluster.model_validate({"nodes": [{"count": 1, "gpu": run.gpu, "gpusPerNode": 8}]})
+    nodes = [{"count": 1, "gpu": run.gpu, "gpusPerNode": 8}]
+    network = {"kind": "Ethernet", "nodeAllReduceGbps": 8 * LINK_GB_PER_S} if has_link else None
+    cluster = Cluster.model_validate({"nodes": nodes, "network": network})
     ranks = flags["data_parallel_size"]
     found = build_estimator(shape, cluster).estimate(
         run.gpu, flags["tensor_parallel_size"], 1, ranks, expert=ranks > 1
@@ -206,6 +211,7 @@ PREDICTORS = {
     "apart": predict_apart,
     "tabled": predict_tabled,
     "cleave": predict_by_cleave,
+    "linked": partial(predict_by_cleave, has_link=True),
 }
 
 

@@ -80,6 +80,10 @@ class NetworkSpec(ApiModel):
     cell_bandwidth_gbps: Positive | None = None
     """Bandwidth per GPU in Gbit/s at which KV moves over NVLink between engines of one pod, as KV
     self-tests reported it; absent: never seen, and plans count with the network there, too."""
+    node_all_reduce_gbps: Positive | None = None
+    """Bus bandwidth in Gbit/s of long all-reduces between the GPUs of a node without NVLink: eight
+    times the busbw of nccl-tests' `all_reduce_perf`, in GB/s. Absent: as on a host whose GPUs write
+    into each other's memory (59 % of PCIe between two, 38 % between more)."""
 
 
 ASSUMED_NETWORK = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=25.0)

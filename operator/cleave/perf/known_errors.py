@@ -28,14 +28,14 @@ class ServingErrors(NamedTuple):
 
 KERNELS: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.085, 0.21), None),
-    "H200-SXM-141GB": ServingErrors(Spread(0.058, 0.22), Spread(0.088, 0.31)),
+    "H200-SXM-141GB": ServingErrors(Spread(0.044, 0.13), Spread(0.073, 0.11)),
     "B200-SXM-180GB": ServingErrors(Spread(0.097, 0.22), Spread(0.178, 0.29)),
     "RTX-PRO-6000-Server": ServingErrors(Spread(0.075, 0.27), Spread(0.232, 0.54)),
 }
 """Of kernel tables, by GPU."""
 ROOFLINE: Mapping[str, ServingErrors] = {
     "H100-SXM-80GB": ServingErrors(Spread(0.085, 0.21), None),
-    "H200-SXM-141GB": ServingErrors(Spread(0.079, 0.26), Spread(0.051, 0.40)),
+    "H200-SXM-141GB": ServingErrors(Spread(0.066, 0.19), Spread(0.042, 0.07)),
     "B200-SXM-180GB": ServingErrors(Spread(0.104, 0.22), Spread(0.141, 0.37)),
     "RTX-4090": ServingErrors(Spread(0.246, 0.27), Spread(0.299, 0.34)),
 }

@@ -119,6 +119,7 @@ def _describe_deployment(
         _describe_encoders(shape, spec.engine),
         _describe_all_to_all(spec.engine),
         inventory.describe_assumed_network(cluster),
+        inventory.describe_assumed_all_reduces(cluster),
         inventory.describe_unseen_cells(cluster) if spec.can_share_gpu_memory else None,
         *memory_flags.describe(spec.engine),
         left_out.describe(spec),

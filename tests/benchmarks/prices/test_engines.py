@@ -17,7 +17,7 @@ Import = Callable[[str], ModuleType]
         ("llama-3.1-70b-fp4", "B200-SXM-180GB", "2025-10-29", "", "CUTLASS's products of 4 bits"),
         ("gpt-oss-120b", "H200-SXM-141GB", "2025-11-02", "", ""),
         ("gpt-oss-120b", "H200-SXM-141GB", "2026-03-27", "0.18.0", "Marlin's experts"),
-        ("minimax-m2.5-fp8", "H200-SXM-141GB", "2026-03-01", "0.16.0", ""),
+        ("minimax-m2.5-fp8", "H200-SXM-141GB", "2026-03-01", "0.16.0", "FlashInfer's experts"),
         ("minimax-m2.5-fp8", "H200-SXM-141GB", "2026-03-28", "0.18.0", "expert parallelism"),
         ("minimax-m2.5-fp8", "B200-SXM-180GB", "2026-04-22", "0.19.0", ""),
     ],

@@ -9,6 +9,7 @@ from cleave.api.manifest import ManifestError, load_cluster
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.inventory import (
+    describe_assumed_all_reduces,
     describe_assumed_network,
     find_network_link,
     list_gpus,
@@ -113,6 +114,19 @@ def test_roce_is_as_fast_as_infiniband(kind: str) -> None:
     assert describe_assumed_network(cluster) is None
     unnamed = Cluster.model_validate({"nodes": [{"gpu": "H100"}], "network": {"latencyUs": 1}})
     assert "InfiniBand with 200 Gbit/s" in (describe_assumed_network(unnamed) or "")
+
+
+def test_all_reduces_over_pcie_are_as_fast_as_the_file_says_or_assumed_and_said() -> None:
+    nodes = [{"gpu": "L40S", "gpusPerNode": 4}, {"gpu": "H100"}]
+    bare = Cluster.model_validate({"nodes": nodes})
+    assert list_gpus(bare)["L40S"].all_reduce_gbps is None
+    assert "between L40S are counted" in (describe_assumed_all_reduces(bare) or "")
+    said = Cluster.model_validate({"nodes": nodes, "network": {"nodeAllReduceGbps": 128}})
+    found = list_gpus(said)
+    assert (found["L40S"].all_reduce_gbps, found["H100-SXM-80GB"].all_reduce_gbps) == (16, None)
+    assert describe_assumed_all_reduces(said) is None
+    alone = Cluster.model_validate({"nodes": [{"gpu": "L40S", "gpusPerNode": 1}]})
+    assert describe_assumed_all_reduces(alone) is None
 
 
 def test_a_described_gpu_of_the_catalogue_keeps_its_names_and_what_is_not_written() -> None:

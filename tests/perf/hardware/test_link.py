@@ -1,6 +1,7 @@
 """Links against measured collectives."""
 
 import statistics
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -113,6 +114,15 @@ def test_all_reduces_in_graphs_start_sooner_than_calls_of_nccl(
         assert found == pytest.approx(ms, rel=0.55)
         if name == "H200" and size < 1e6:
             assert found < 0.25 * link.compute_all_reduce_ms(size, gpus)
+
+
+def test_measured_all_reduces_over_pcie_replace_those_of_another_host() -> None:
+    # Two RTX PRO 6000 of LLMServingSim's: two messages of 20 us, and 16 GB/s.
+    gpu = replace(find_gpu("RTX-PRO-6000"), all_reduce_gbps=16.0)
+    ms = build_node_link(gpu).compute_all_reduce_ms(128 * 10240, 2, in_graphs=True)
+    assert ms == pytest.approx(0.04 + 128 * 10240 / 16e6)
+    eight = build_node_link(gpu).compute_all_reduce_ms(1e9, 8)
+    assert eight == pytest.approx(2 * 7 / 8 * 1e9 / 16e6, rel=0.01)
 
 
 def test_one_gpu_needs_no_all_reduce() -> None:

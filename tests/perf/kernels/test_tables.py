@@ -90,6 +90,18 @@ def test_a_power_cap_or_a_price_keeps_the_tables_and_other_rates_do_not() -> Non
     assert tables.find_tables(replace(H200, name="mine")) is None
 
 
+def test_tables_have_the_all_reduces_of_the_host_where_they_were_measured() -> None:
+    gpu = replace(find_gpu("RTX-PRO-6000"), all_reduce_gbps=16.0)
+    sizes = np.array([4096.0, 1e8])
+    for gpus in (2, 8):
+        usual, own = (
+            tables.find_tables(each).predict_all_reduce_ms(sizes, gpus)  # type: ignore[union-attr]
+            for each in (find_gpu("RTX-PRO-6000"), gpu)
+        )
+        assert own[1] == pytest.approx(2 * (gpus - 1) / gpus * 1e8 / 16e6, rel=0.02)
+        assert (own > 1.3 * usual).all()
+
+
 @pytest.mark.parametrize("gpu", CATALOGUE, ids=lambda gpu: gpu.name)
 def test_every_file_names_its_source_and_holds_plausible_times(gpu: object) -> None:
     found = tables.find_tables(gpu)  # type: ignore[arg-type]

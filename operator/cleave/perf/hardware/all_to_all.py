@@ -16,7 +16,7 @@ Over 8 nodes the published high-throughput kernel takes 2.5 times
 as long as this model and as DeepEP's own 50 GB/s: a congested network, which is not modelled.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from cleave.perf.hardware.link import Link, LinkEfficiency, LinkKind
@@ -112,11 +112,12 @@ def _compute_kernel_ms(kernel: LinkEfficiency, link: Link, size_bytes: float) ->
 def _compute_all_gather_ms(group: GpuGroup, rows: float, hidden_size: int) -> float:
     """All-gather and reduce-scatter of all tokens in 16 bits move what one all-reduce of them does,
     but are two calls. Between nodes NCCL divides them over the cards of all GPUs of a node. An
-    estimate from Vidur's all-reduces and sends: no times of these calls are published."""
+    estimate from Vidur's all-reduces and sends: no times of these calls are published, and measured
+    all-reduces do not tell them."""
     size_bytes = group.gpus * rows * hidden_size * _COMBINE_BYTES
-    link = group.node_link
+    node_link = link = replace(group.node_link, all_reduce_gbps=None)
     if group.nodes > 1:
         shared = min(group.network.gb_per_s * group.gpus_per_node, group.node_link.gb_per_s)
         link = Link(group.network.kind, shared, group.network.latency_us)
-    second_ms = group.node_link.compute_all_reduce_ms(0, group.gpus_per_node)
+    second_ms = node_link.compute_all_reduce_ms(0, group.gpus_per_node)
     return second_ms + link.compute_all_reduce_ms(size_bytes, group.gpus)

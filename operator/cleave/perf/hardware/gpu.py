@@ -56,6 +56,8 @@ class Gpu:
     """Price of one GPU; in the catalogue in US dollars."""
     labels: tuple[str, ...] = ()
     """Other names; the first is the value of the node label `nvidia.com/gpu.product`."""
+    all_reduce_gbps: float | None = None
+    """Measured bus bandwidth of all-reduces over PCIe in GB/s; None: not measured on this host."""
     prompt_slowdown: float = 1.0
     """Factor on prompt times under the power cap; `dense_tflops` already includes it."""
     limitation: str | None = None

@@ -35,8 +35,15 @@ def list_groups(cluster: Cluster) -> list[tuple[NodeGroup, Gpu]]:
     groups: list[tuple[NodeGroup, Gpu]] = []
     for group in cluster.nodes:
         with suppress(UnknownGpuError):
-            groups.append((group, find_gpu(group.gpu, own)))
+            gpu = find_gpu(group.gpu, own)
+            groups.append((group, replace(gpu, all_reduce_gbps=_find_all_reduce(cluster, gpu))))
     return groups
+
+
+def _find_all_reduce(cluster: Cluster, gpu: Gpu) -> float | None:
+    """GB/s of all-reduces without NVLink, as the file says; None: NVLink, or it does not say."""
+    said = cluster.network.node_all_reduce_gbps if cluster.network else None
+    return said / 8 if said and gpu.nvlink_gbps is None else None
 
 
 def list_unknown_gpus(cluster: Cluster) -> Iterator[str]:
@@ -94,6 +101,22 @@ def describe_unseen_cells(cluster: Cluster) -> str | None:
     return (
         "KV between engines of one pod was never seen to take NVLink here, so cells count with "
         "the network; network.cellBandwidthGbps states the rate that KV self-tests showed"
+    )
+
+
+def describe_assumed_all_reduces(cluster: Cluster) -> str | None:
+    """A sentence about all-reduces over PCIe; None: the file says how fast they are, or no node has
+    several GPUs without NVLink."""
+    slow = [
+        gpu.name
+        for group, gpu in list_groups(cluster)
+        if group.gpus_per_node > 1 and not (gpu.nvlink_gbps or gpu.all_reduce_gbps)
+    ]
+    if not slow:
+        return None
+    return (
+        f"all-reduces between {' and '.join(dict.fromkeys(slow))} are counted as where GPUs write "
+        "into each other's memory over PCIe; network.nodeAllReduceGbps states what they reach here"
     )
 
 

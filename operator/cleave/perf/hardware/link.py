@@ -62,6 +62,9 @@ _LATEST_FROM_GB_PER_S = 900.0
 _PCIE_PAIR_GRAPH = LinkEfficiency(4.3, 0.59)
 _PCIE_GRAPH = LinkEfficiency(13.8, 0.38)
 _PAIR = 2
+_NCCL_PCIE_START_MS = 0.04
+"""Of NCCL without NVLink: between two RTX PRO 6000 (LLMServingSim 2.0, MIT, whose recordings agree)
+and, 0.042, over eight RTX 4090 (NVIDIA/nccl issue 1530)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class Link:
     """Nominal bandwidth in gigabytes per second."""
     latency_us: float = 0.0
     """Latency of the wire and its switches in microseconds, without the start of a message."""
+    all_reduce_gbps: float | None = None
+    """Bus bandwidth of all-reduces in GB/s, where it was measured."""
 
     @property
     def effective_gb_per_s(self) -> float:
@@ -101,6 +106,8 @@ class Link:
             return 0.0
         reduce = self._select_graph_reduce(gpus) if in_graphs else self._reduce_efficiency
         moved = 2 * (gpus - 1) / gpus * size_bytes
+        if self.all_reduce_gbps is not None:
+            return _NCCL_PCIE_START_MS + moved / (self.all_reduce_gbps * 1e6)
         start_ms = (reduce.start_us + self.latency_us) / 1e3
         return start_ms + moved / (self.gb_per_s * reduce.bandwidth_share * 1e6)
 
@@ -138,7 +145,7 @@ def build_node_link(gpu: Gpu) -> Link:
     """The link between GPUs of one instance in one node: NVLink if the GPU has it, else PCIe."""
     if gpu.nvlink_gbps is not None:
         return Link(LinkKind.NVLINK, gpu.nvlink_gbps)
-    return Link(LinkKind.PCIE, gpu.pcie_gbps)
+    return Link(LinkKind.PCIE, gpu.pcie_gbps, all_reduce_gbps=gpu.all_reduce_gbps)
 
 
 def build_measured_link(gpu: Gpu, gigabits_per_s: float) -> Link:

@@ -8,7 +8,7 @@ of the sizes.
 """
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from typing import Any, TypeAlias
@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
+from cleave.perf.hardware.link import build_node_link
 
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Key: TypeAlias = tuple[int, ...]
@@ -36,6 +37,7 @@ FP8_KV = "_fp8_kv"
 _SHARPNESS = 1.75
 """As of the roofline: compute and memory time join smoothly."""
 _START_MS = 0.002
+_REDUCED_GPUS = (2, 4, 8, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,8 +143,19 @@ def find_tables(gpu: Gpu) -> KernelTables | None:
         return None
     rated = (gpu.memory_gbps, gpu.nvlink_gbps, round(gpu.dense_tflops * gpu.prompt_slowdown))
     known = tables.gpu
-    is_same = rated == (known.memory_gbps, known.nvlink_gbps, round(known.dense_tflops))
-    return tables if is_same else None
+    if rated != (known.memory_gbps, known.nvlink_gbps, round(known.dense_tflops)):
+        return None
+    return tables if gpu.all_reduce_gbps is None else _replace_all_reduces(tables, gpu)
+
+
+def _replace_all_reduces(tables: KernelTables, gpu: Gpu) -> KernelTables:
+    """With the all-reduces of this host instead of the published machine's."""
+    link, sizes = build_node_link(gpu), tables.axes["messages"]
+    reduces: dict[Key, Floats] = {
+        (gpus,): np.array([link.compute_all_reduce_ms(size, gpus) for size in sizes])
+        for gpus in _REDUCED_GPUS
+    }
+    return replace(tables, tables={**tables.tables, "all_reduce": reduces}, fused_limits={})
 
 
 @cache
