@@ -31,7 +31,7 @@ settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile("cleave")
 
 TRUST = Confidence(
-    LatencySource.FITTED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041
+    LatencySource.MEASURED, "DistServe's coefficients, OPT-13B on A100-SXM-80GB", 0.041
 )
 A100 = "A100-SXM-80GB"
 

@@ -13,6 +13,7 @@ from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.named_profiles import to_timing
+from cleave.perf.pipeline import find_prefill_saturation_tokens
 from cleave.perf.published import distserve, splitwise
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
 from cleave.planner.search.trials import Targets
@@ -25,23 +26,33 @@ TESTBED_GBPS = 25.0
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
-    """An estimator with the coefficients of one engine, and only where they were published."""
+class Published:
+    """An estimator with what DistServe published of OPT on A100: capacities for KV, and the
+    coefficients of one engine, then only where there are any."""
 
     estimator: Estimator
-    engine: str
-    """`distserve` or `vllm`."""
+    engine: str | None
+    """`distserve` or `vllm`; None: passes are computed."""
     model: str
 
     def estimate(
         self, gpu: str, tensor: int, pipeline: int, data: int = 1, *, expert: bool = False
     ) -> Estimate | None:
-        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
         known = self.estimator.estimate(gpu, tensor, pipeline)
-        if fit is None or known is None:
+        fit = distserve.FITS.get(f"{self.engine}/{self.model}/tp{tensor}")
+        if known is None or (self.engine is not None and fit is None):
             return None
-        timing = to_timing(fit, pipeline)
-        return replace(known, timing=replace(timing, hop_ms=known.timing.hop_ms))
+        published = distserve.KV_CAPACITY_TOKENS[self.model].get((tensor, pipeline))
+        known = replace(known, kv_capacity_tokens=published or known.kv_capacity_tokens)
+        if fit is None:
+            return known
+        timing = replace(to_timing(fit, pipeline), hop_ms=known.timing.hop_ms)
+        return replace(
+            known,
+            timing=timing,
+            prefill_saturation_tokens=find_prefill_saturation_tokens(timing, known.max_model_len),
+            front_end_ms=0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,16 +89,17 @@ def pose(
     network_gbps: float = TESTBED_GBPS,
     policies: Policies = DISTSERVE_POLICIES,
 ) -> Problem:
-    """A model on nodes of each kind of GPU; `engine` None or a model without fits: as
-    Splitwise measured it, or estimated."""
+    """A model on nodes of each kind of GPU; `engine` None or a model that DistServe did not serve:
+    as Splitwise measured it, or estimated."""
     shape = model_shape.load_shape(name)
     cluster = Cluster(
         nodes=[NodeGroup(count=num_nodes, gpu=gpu, gpus_per_node=gpus_per_node) for gpu in gpus],
         network=NetworkSpec(bandwidth_gbps=network_gbps),
     )
     estimator: Estimator = build_measured(shape, cluster)
-    if engine is not None and any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS):
-        estimator = Fitted(estimator, engine, name)
+    if engine is not None and name in distserve.KV_CAPACITY_TOKENS:
+        has_fits = any(fit.startswith(f"{engine}/{name}/") for fit in distserve.FITS)
+        estimator = Published(estimator, engine if has_fits else None, name)
     supplies = tuple(
         Supply(
             gpu=gpu,

@@ -56,7 +56,7 @@ class Coefficients:
             flops_per_token=shape.flops_per_token,
             power_watts=400.0 * math.prod(size),
             cost_per_hour=float(math.prod(size)),
-            confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", None),
+            confidence=Confidence(LatencySource.MEASURED, "DistServe's coefficients", None),
         )
 
     def explain_unsupported(

@@ -390,11 +390,6 @@ def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> 
     assert found.front_end_ms == 11
     assert found.timing.schedules_ahead
     assert "11 ms of front end per request" in found.confidence.source
-    published = problem_from_cluster.build_problem(deployment(), cluster())
-    fitted = published.estimator.estimate("A100-SXM-80GB", 1, 1)
-    assert fitted is not None
-    assert fitted.front_end_ms == 0
-    assert not fitted.timing.schedules_ahead
 
 
 @pytest.mark.parametrize(

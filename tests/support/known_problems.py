@@ -74,7 +74,7 @@ class Fits:
             flops_per_token=shape.flops_per_token,
             power_watts=kind.power_watts * math.prod(size),
             cost_per_hour=kind.price_per_hour * math.prod(size),
-            confidence=Confidence(LatencySource.FITTED, "DistServe's coefficients", 0.1),
+            confidence=Confidence(LatencySource.MEASURED, "DistServe's coefficients", 0.1),
         )
 
     def explain_unsupported(

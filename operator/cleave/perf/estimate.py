@@ -1,6 +1,6 @@
 """Interface: iteration times and memory of one instance, for the planner.
 
-The implementations choose among sources (measured profiles, published fits, roofline), each in its
+The implementations choose among sources (measured profiles, kernel tables, roofline), each in its
 module; the planner does not depend on them.
 """
 
@@ -14,12 +14,10 @@ from cleave.perf.timing import EngineTiming
 
 
 class LatencySource(StrEnum):
-    """Kind of the source of iteration times."""
+    """Kind of the source of iteration times, the nearest to a running engine first."""
 
     MEASURED = "measured"
     """A measured profile of this model on this device."""
-    FITTED = "fitted"
-    """Published coefficients for this model, device and parallelism."""
     KERNELS = "kernels"
     """Summed over published measurements of the engine's kernels on this device."""
     ROOFLINE = "roofline"
@@ -32,7 +30,7 @@ class Confidence:
 
     kind: LatencySource
     source: str
-    """Short description of the profile, fit or calibration."""
+    """Short description of the profile, tables or calibration."""
     error: float | None
     """Mean absolute percentage error of iterations that were held out of a fit, 0.05 for 5 %; None:
     not known."""
@@ -42,11 +40,11 @@ class Confidence:
     """Whether pipeline stages were derived from times without them. No published run has any."""
 
     @property
-    def likely_error(self) -> float:
-        """One figure, to rank sources by; infinite: not known."""
-        if self.serving is not None:
-            return self.serving.tpot.median
-        return math.inf if self.error is None else self.error
+    def rank(self) -> tuple[float, int]:
+        """Lower for a source that errs less: by its known error, of TPOT where there were runs,
+        then by its kind. Not known is more than every known error."""
+        error = self.serving.tpot.median if self.serving else self.error
+        return math.inf if error is None else error, list(LatencySource).index(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ class Estimate:
     cost_per_hour: float
     confidence: Confidence
     front_end_ms: float = 0.0
-    """Latency of a request besides its iterations; 0 for profiles, published fits and emulation."""
+    """Latency of a request besides its iterations; 0 for profiles and emulation."""
     peak_flops: float | None = None
     """Dense FLOP/s of all GPUs of the instance in the precision of its matrix products, without a
     power cap (for MFU); None: not known, for example of an emulated engine or of 4 bits."""

@@ -1,21 +1,20 @@
 """Estimates instances of one model on the GPUs of a cluster, from the best available source.
 
-Called by the planner. Sources in order of preference: a measured profile of exactly this
-parallelism, DistServe's fits of its own engine, a measured profile of operators, published tables
-of kernels, the roofline. Pipeline stages are derived from the same
-tensor parallel size without them. What is hard: sources name models and GPUs differently, and no
-source may be used for weights of another size. Where data-parallel ranks or expert parallelism
-share the experts, times come from kernels or the roofline.
+Called by the planner. Sources: measured profiles of exactly this parallelism, measured profiles of
+operators, published tables of kernels, the roofline; the one whose known error is lowest answers
+(`Confidence.rank`). Pipeline stages are derived from the same tensor parallel size without them.
+What is hard: sources name models and GPUs differently. Where data-parallel ranks or expert
+parallelism share the experts, times come from kernels or the roofline.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cleave.api.cluster import Cluster
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
-from cleave.perf import host_launch, known_errors, mixed_attention, named_profiles
+from cleave.perf import host_launch, known_errors, mixed_attention
 from cleave.perf.estimate import Confidence, Estimate, LatencySource
 from cleave.perf.hardware import inventory, memory
 from cleave.perf.hardware.all_to_all import GpuGroup
@@ -23,7 +22,6 @@ from cleave.perf.hardware.expert_group import VLLM_EXPERTS, ExpertGroup, ExpertS
 from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.link import Link, build_host_link, build_node_link
 from cleave.perf.kernels import composition, tables
-from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.pipeline import (
     compute_stages_price,
@@ -34,12 +32,10 @@ from cleave.perf.pipeline import (
 from cleave.perf.profile import iteration_fit, operator_fit, profile
 from cleave.perf.profile.codec import InvalidProfileError
 from cleave.perf.profile.profile import MeasuredProfile
-from cleave.perf.published import distserve
 from cleave.perf.roofline.efficiency import select_efficiency
 from cleave.perf.roofline.roofline import VLLM, Roofline
 from cleave.perf.timing import EngineTiming
 
-_DISTSERVE_GPU = "A100-SXM-80GB"
 _FRONT_END = f"{VLLM.front_end_ms:g} ms of front end per request"
 
 
@@ -208,27 +204,22 @@ class ModelEstimator:
         return gpu.get_tflops(is_8_bit) * gpu.prompt_slowdown * 1e12 * gpus
 
     def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
-        if (measured := next(self._iter_measured(machine.gpu, tensor, stages), None)) is not None:
-            return measured
         key = (machine.gpu.name, tensor)
         if key not in self._unpipelined:
-            self._unpipelined[key] = next(self._iter_unpipelined_sources(machine, tensor))
-        single_stage = self._unpipelined[key]
-        hop = machine.select_link(tensor * stages)
-        timing = split_into_stages(single_stage.timing, self.shape, stages, hop)
-        trust = single_stage.confidence
-        if stages > 1:
-            if trust.kind is not LatencySource.FITTED:
-                price = compute_stages_price(stages)
-                timing = scale_timing(timing, prompt=price, decode=price)
-            trust = replace(trust, error=None, serving=None, has_stages=True)
-        return replace(single_stage, timing=timing, confidence=trust)
+            self._unpipelined[key] = _select_best(self._iter_unpipelined_sources(machine, tensor))
+        whole = self._unpipelined[key]
+        if stages == 1:
+            return whole
+        hop, price = machine.select_link(tensor * stages), compute_stages_price(stages)
+        timing = split_into_stages(whole.timing, self.shape, stages, hop)
+        timing = scale_timing(timing, prompt=price, decode=price)
+        trust = replace(whole.confidence, error=None, serving=None, has_stages=True)
+        derived = replace(whole, timing=timing, confidence=trust)
+        return _select_best([*self._iter_measured(machine.gpu, tensor, stages), derived])
 
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
-        """Sources without pipeline stages, best first; the last one, the roofline, always works."""
+        """Sources without pipeline stages; the last one, the roofline, always works."""
         yield from self._iter_measured(machine.gpu, tensor, 1)
-        if (source := _find_distserve(self.shape, machine.gpu, tensor)) is not None:
-            yield source
         for each in self._list_profiles(machine.gpu):
             operators = each.operators
             if operators and tensor in operator_fit.list_tensor_parallel_sizes(operators):
@@ -254,11 +245,7 @@ class ModelEstimator:
         for each in self._list_profiles(gpu):
             if each.kv_capacity_tokens and each.sizes == (tensor, stages):
                 return each.kv_capacity_tokens
-        if gpu.name != _DISTSERVE_GPU:
-            return None
-        tables = distserve.KV_CAPACITY_TOKENS.items()
-        of_model = (table for name, table in tables if _matches_shape(self.shape, name))
-        return next(of_model, {}).get((tensor, stages))
+        return None
 
 
 def build_estimator(
@@ -305,16 +292,8 @@ def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
     return profiles
 
 
-def _find_distserve(shape: ModelShape, gpu: Gpu, tensor: int) -> _TimingSource | None:
-    """The fit of DistServe's own engine, the faster and newer one of the two that it published."""
-    if gpu.name != _DISTSERVE_GPU:
-        return None
-    for name, fit in distserve.FITS.items():
-        engine, model, parallelism = name.split("/")
-        if (engine, parallelism) == ("distserve", f"tp{tensor}") and _matches_shape(shape, model):
-            trust = Confidence(LatencySource.FITTED, "DistServe's fit", None)
-            return _TimingSource(named_profiles.to_timing(fit), trust)
-    return None
+def _select_best(sources: Iterable[_TimingSource]) -> _TimingSource:
+    return min(sources, key=lambda source: source.confidence.rank)
 
 
 def _find_kernels(
@@ -348,15 +327,6 @@ def _run_by_vllm(timing: EngineTiming, shape: ModelShape, gpu: Gpu, tensor: int)
     launch = host_launch.select_host_launch(shape, gpu)
     bounded = host_launch.bound_prompts(timing, shape, tensor, launch)
     return mixed_attention.scale_mixed(bounded, shape, gpu, tensor)
-
-
-def _matches_shape(shape: ModelShape, published: str) -> bool:
-    """Whether times of the published model hold for `shape`: equal layers, equal precision."""
-    other = model_shape.load_shape(published)
-    sizes = ("num_layers", "hidden_size", "intermediate_size", "vocab_size")
-    names = (*sizes, "bytes_per_weight", "kv_dtype_bytes")
-    has_equal_kv = shape.num_kv_heads * shape.head_size == other.num_kv_heads * other.head_size
-    return has_equal_kv and all(getattr(shape, name) == getattr(other, name) for name in names)
 
 
 def _is_profile_of(measurement: MeasuredProfile, shape: ModelShape) -> bool:

@@ -26,7 +26,7 @@ def explained() -> str:
     question = problem(chat(8.0), slo, policies=policies, supplies=supplies, kinds=kinds)
     single = of_size(question)
     tpot = Percentiles(30.0, 30.0, 30.0)
-    trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
+    trust = Confidence(LatencySource.MEASURED, "DistServe's coefficients", None)
     seen = Prediction(8.0, (8.0, 8.0), 0.9, tpot, tpot, tpot, 1.0, 1.0, trust)
     plan = Plan(to_planned_pools(split(question, single, 2, single, 1)), seen, "Algorithm 1", 1.0)
     answer = PlanningResult(PlanVerdict.DISAGGREGATE, plan, (), "", "", None, (), 1, 1, 0.1)

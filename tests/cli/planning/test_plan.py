@@ -66,7 +66,7 @@ def test_the_verdict_comes_first_and_the_selected_plan_is_marked(cli, file, said
     assert lines[1] == answer.reason
     (marked,) = [line for line in lines if line.lstrip().startswith("*")]
     shown = (
-        "2P tp2 + 1D tp2 6 9.40 1.57 99.9 % 111/240/533 20.7/28.8/43.6 19.1/34.8/76.0 10.8 fitted"
+        "2P tp2 + 1D tp2 6 9.40 1.57 99.9 % 111/240/533 20.7/28.8/43.6 19.1/34.8/76.0 10.8 measured"
     )
     assert " ".join(marked.split()[1:]) == shown
     assert answer.what_would_change in lines
@@ -86,7 +86,7 @@ def test_what_reuse_is_worth_is_a_line_and_a_part_of_the_json(cli, file, said, a
 def test_the_requested_number_of_plans_is_shown(cli, file, said) -> None:
     said()
     lines = run(cli, file, "--top", "2").stdout.splitlines()
-    assert len([line for line in lines if line.endswith("fitted")]) == 2
+    assert len([line for line in lines if line.endswith("measured")]) == 2
     assert len(json.loads(run(cli, file, "--top", "2", "-o", "json").stdout)["alternatives"]) == 1
 
 

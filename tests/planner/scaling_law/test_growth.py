@@ -23,7 +23,7 @@ def build_problem(rate: float = 10.0, **fields) -> Problem:
 
 
 def planned(draft: CandidatePlacement, goodput: float, algorithm: str) -> Plan:
-    trust = Confidence(LatencySource.FITTED, "DistServe's coefficients", None)
+    trust = Confidence(LatencySource.MEASURED, "DistServe's coefficients", None)
     seen = Prediction(goodput, (goodput, goodput), 0.9, NEVER, NEVER, NEVER, 1.0, 1.0, trust)
     return Plan(to_planned_pools(draft), seen, algorithm, 1.0)
 

@@ -9,7 +9,6 @@ length, or of only one batch size, do not determine them, and a fit to them must
 import math
 from dataclasses import dataclass
 
-from cleave.perf.estimate import Confidence, LatencySource
 from cleave.perf.profile import curve
 from cleave.perf.timing import EngineTiming
 
@@ -175,12 +174,6 @@ class IterationTimeModel:
             except TooFewSamplesError as error:
                 raise TooFewSamplesError(f"{phase}: {error}") from error
         return Coefficients(*coefficients)
-
-    def assess_confidence(self) -> Confidence:
-        """Source and error; the error is the one of the worse phase."""
-        errors = [each for each in (self.prefill.error, self.decode.error) if each is not None]
-        source = "Aladdin's models, fitted to observed iterations"
-        return Confidence(LatencySource.FITTED, source, max(errors, default=None))
 
 
 def fit_timings(prefill: EngineTiming, decode: EngineTiming) -> Coefficients | None:

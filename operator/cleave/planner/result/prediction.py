@@ -12,7 +12,6 @@ import numpy as np
 from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.role import Role
-from cleave.perf.estimate import Confidence, LatencySource
 from cleave.planner.plan import Plan, Prediction
 from cleave.planner.problem import Problem
 from cleave.planner.result.simulation_summary import (
@@ -41,7 +40,6 @@ _SEEDS = 5
 _FEW_SEEDS = 3
 _LONG_TRIAL_REQUESTS = 30_000
 """Trials of this many requests vary little between seeds, so fewer seeds are enough."""
-_BASIS_ORDER = list(LatencySource)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +140,6 @@ def compute_whole_below_tokens(
     return 1 << tokens.bit_length() >> 1
 
 
-def _rank_unreliability(trust: Confidence) -> tuple[int, float]:
-    """The least reliable model, which limits the prediction of a plan, has the highest rank."""
-    return _BASIS_ORDER.index(trust.kind), trust.likely_error
-
-
 def _build_prediction(
     placement: CandidatePlacement,
     outcome: SimulationResult,
@@ -167,7 +160,7 @@ def _build_prediction(
         power_watts=placement.get_resources(Objective.POWER),
         trust=max(
             (group.instance.candidate.estimate.confidence for group in placement.groups),
-            key=_rank_unreliability,
+            key=lambda each: each.rank,
         ),
         kv_link=build_kv_link(placement),
         cached_share=_compute_cached_share(outcome, span),

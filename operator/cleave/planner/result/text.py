@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.role import Role
-from cleave.perf.estimate import Confidence, LatencySource
+from cleave.perf.estimate import Confidence
 from cleave.perf.known_errors import Spread
 from cleave.planner.plan import (
     WIDE_ERROR,
@@ -127,8 +127,6 @@ def _format_error(trust: Confidence) -> str:
         return f"TPOT {_format_spread(tpot, ' off')}, {first}"
     if trust.error is not None:
         return f"iterations {format_percent(trust.error)} off on average"
-    if trust.kind is LatencySource.FITTED and not trust.has_stages:
-        return "published, residuals not stated"
     return "never compared with measurements"
 
 
