@@ -65,8 +65,8 @@ def test_a_quantile_of_gaps_is_the_middle_of_its_bin() -> None:
     short, long = (int(np.searchsorted(middles, ms)) for ms in (10.0, 80.0))
     counts[short], counts[long] = 99, 1
     gaps = InterTokenLatencies(counts)
-    assert gaps.compute_quantile(0.99) == pytest.approx(10.0, rel=0.004)
-    assert gaps.compute_quantile(0.991) == pytest.approx(80.0, rel=0.004)
+    assert gaps.compute_quantile(0.99) == pytest.approx(10.0, rel=0.008)
+    assert gaps.compute_quantile(0.991) == pytest.approx(80.0, rel=0.008)
     assert NO_GAPS.compute_quantile(0.99) == 0.0
 
 

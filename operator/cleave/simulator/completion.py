@@ -40,7 +40,7 @@ def complete_iterations(state: State, i: int, s: int, now: float) -> None:
     if inst.schedules_ahead:
         inst.scheduled = slot.begin + sum_leap_ms(slot, iterations - 1)
     if iterations > 1:
-        record_leap(state, slot)
+        record_leap(state, slot, now)
     slot.iterations = 0
     if slot.decodes:
         _advance_members(state, i, s, iterations, now)
@@ -108,10 +108,10 @@ def _account_iterations(state: State, i: int, s: int, iterations: int, now: floa
     slot.iterations = iterations
     inst.busy += compute_busy_ms(inst, slot)
     inst.iterations += iterations
-    idle_ms = now - slot.begin - sum_leap_ms(slot, iterations)
-    record_leap(state, slot)
+    end = slot.begin + sum_leap_ms(slot, iterations)
+    record_leap(state, slot, end)
     _advance_members(state, i, s, iterations, now)
-    inst.kv_area += slot.batch * iterations * idle_ms
+    inst.kv_area += slot.batch * iterations * (now - end)
     inst.free -= count_growth(state, inst, s, slot.steps, slot.steps + 1)
     slot.iterations = iterations + 1
 

@@ -11,7 +11,7 @@ from cleave.simulator.record_access import get_itl_count
 from cleave.simulator.records import State
 
 _MANTISSA_BITS = 52
-_BITS_PER_OCTAVE = 7
+_BITS_PER_OCTAVE = 6
 _FIRST_OCTAVE = -7
 """The first bin begins at 2 ** -7 ms; shorter gaps count in it ..."""
 _OCTAVES = 25
@@ -19,7 +19,7 @@ _OCTAVES = 25
 _SHIFT = _MANTISSA_BITS - _BITS_PER_OCTAVE
 _FIRST = (1023 + _FIRST_OCTAVE) << _BITS_PER_OCTAVE
 NUM_BINS = _OCTAVES << _BITS_PER_OCTAVE
-"""Bins are 128 equal parts of an octave, so 0.4 to 0.8 % wide: the leading bits of a float."""
+"""Bins are 64 equal parts of an octave, so 0.8 to 1.6 % wide: the leading bits of a float."""
 
 
 def compute_middles() -> np.ndarray[tuple[int], np.dtype[np.float64]]:
@@ -36,14 +36,18 @@ def record_gaps(state: State, end: float, gap: float, count: int) -> None:
 
 def record_series(state: State, gap: float, change: float, length: int, count: int) -> None:
     """`count` tokens came after each of the gaps `gap`, `gap + change` ... in the window."""
-    at = 0
-    while at < length:
-        number = _find_bin(gap + at * change)
-        step = length - at
-        while _find_bin(gap + (at + step - 1) * change) != number:
-            step >>= 1
+    last = gap + (length - 1) * change
+    if change < 0.0:
+        gap, change, last = last, -change, gap
+    number, highest = _find_bin(gap), _find_bin(last)
+    while number < highest:
+        edge = float(np.int64(number + 1 + _FIRST << _SHIFT).view(np.float64))
+        step = min(int((edge - gap) / change) + 1, length)
         get_itl_count(state, number).value += count * step
-        at += step
+        gap += step * change
+        length -= step
+        number = max(_find_bin(gap), number + 1)
+    get_itl_count(state, highest).value += count * length
 
 
 def _find_bin(gap: float) -> int:

@@ -293,9 +293,8 @@ def _record_first_iteration(state: State, slot: Record) -> None:
     _record_tokens(state, slot, end, members)
 
 
-def record_leap(state: State, slot: Record) -> None:
-    """Record the tokens of a leap but for those of its first iteration."""
-    end = slot.begin + sum_leap_ms(slot, slot.iterations)
+def record_leap(state: State, slot: Record, end: float) -> None:
+    """Record the tokens of a leap until `end` but for those of its first iteration."""
     slot.decoded = end
     if end < state.itl_begin or slot.begin >= state.itl_end:
         return
@@ -304,8 +303,9 @@ def record_leap(state: State, slot: Record) -> None:
         first = max(first, find_running_iteration(slot, state.itl_begin))
     if end >= state.itl_end:
         last = find_running_iteration(slot, state.itl_end) - 1
-    gap = slot.first + (first - 1) * slot.change
-    record_series(state, gap, slot.change, last + 1 - first, slot.batch)
+    if first <= last:
+        gap = slot.first + (first - 1) * slot.change
+        record_series(state, gap, slot.change, last + 1 - first, slot.batch)
 
 
 def _record_tokens(state: State, slot: Record, end: float, members: int) -> None:

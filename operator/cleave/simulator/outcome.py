@@ -21,7 +21,7 @@ class InterTokenLatencies:
     """Tokens by bin of `inter_token_latency`."""
 
     def compute_quantile(self, level: float) -> float:
-        """The ms at or above the share `level` of tokens, within 0.4 %; 0: there are none."""
+        """The ms at or above the share `level` of tokens, within 0.8 %; 0: there are none."""
         sums = np.cumsum(self.counts)
         if not sums[-1]:
             return 0.0
