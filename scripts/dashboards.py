@@ -117,7 +117,7 @@ def serving() -> Dashboard:
         Graph(
             "Inter-token latency",
             "s",
-            find_quantiles("cleave_gateway_itl_seconds"),
+            find_quantiles("cleave_gateway_itl_seconds", "itl_p99"),
             "Between two pieces of a stream, of a sample. A P99 far above the P50 means pauses.",
         ),
         Graph(

@@ -43,14 +43,15 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
             "queueLimit": 7,
         },
         pools={"flipping": "Advisory", "minDecode": 2},
-        slo={"ttftMs": 400, "tpotMs": 40.5},
+        slo={"ttftMs": 400, "tpotMs": 40.5, "itlP99Ms": 60},
     )
     assert container(build_gateway_pod(chat))["command"] == [
         *("python", "-m", "cleave.gateway.main", "--host", LISTEN_ON, "--port", "8080"),
         *("--internal-port", "8081"),
         *("--agents", "$(CLEAVE_AGENTS)", "--deployment", "chat", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
-        *("--ttft-ms", "400", "--tpot-ms", "40.5", "--late", "Refuse", "--queue-limit", "7"),
+        *("--ttft-ms", "400", "--tpot-ms", "40.5", "--itl-p99-ms", "60", "--late", "Refuse"),
+        *("--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
         *("--drain-timeout", "600", "--allowed-hosts", "localhost"),
     ]

@@ -59,6 +59,19 @@ def test_tokens_that_repeat_are_read_by_their_time(metrics: GatewayMetrics) -> N
     assert reuse.compute_quantile(0.5) == 128
 
 
+def test_the_share_of_gaps_within_their_target_is_exact() -> None:
+    """Whatever the target, since it bounds a bucket."""
+    metrics = GatewayMetrics(SloTargets(0.4, 0.04, 33.3 / 1000))
+    for gap_s in (0.001, 0.0332, 0.0334, 0.2):
+        metrics.models["m"].itl["mixed"].observe(gap_s)
+    page = write_page(metrics)
+    assert f'slo_target_seconds{{slo="itl_p99"}} {33.3 / 1000!r}' in page
+    gaps = parse_metrics_page(page, 1.0).itl
+    assert gaps.compute_share(33.3 / 1000) == 0.5
+    assert gaps.compute_quantile(0.5) == 33.3 / 1000
+    assert parse_metrics_page(write_page(GatewayMetrics()), 1.0).itl.compute_share(0.1) == 1.0
+
+
 def test_requests_of_the_tier_flex_are_read_apart(metrics: GatewayMetrics) -> None:
     answer(metrics, "m", 0.15)
     before = parse_metrics_page(write_page(metrics), 1.0)

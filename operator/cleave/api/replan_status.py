@@ -49,6 +49,8 @@ class ObservedTraffic(ApiModel):
     """Time to first token in milliseconds; absent: no stream began in the window."""
     tpot_ms: LatencyPercentiles | None = None
     """Time per output token after the first, in milliseconds; absent: no stream ended."""
+    itl_ms: LatencyPercentiles | None = None
+    """Gaps between the pieces of some streams in milliseconds; absent: fewer than 1,000 gaps."""
 
 
 class CurrentPrediction(ApiModel):

@@ -273,6 +273,9 @@ class GatewayConfig:
     )
     ttft_slo_ms: float = _declare("--ttft-ms", 0.0, "target to measure; 0: none", metavar="MS")
     tpot_slo_ms: float = _declare("--tpot-ms", 0.0, "target to measure; 0: none", metavar="MS")
+    itl_p99_slo_ms: float = _declare(
+        "--itl-p99-ms", 0.0, "target for the P99 of gaps in streams; 0: none", metavar="MS"
+    )
     sends_targets: bool = _declare(
         "--send-targets",
         False,

@@ -100,7 +100,8 @@ class GatewayContext:
         sites = CROSS_SITE_HEADERS if config.allowed_hosts else frozenset()
         self.extra_headers = frozenset({self.session_header} - {b""} | traced | cors | sites)
         """Lowercase names of request headers to keep besides those that are always kept."""
-        slo = SloTargets(config.ttft_slo_ms / 1_000, config.tpot_slo_ms / 1_000)
+        targets_ms = config.ttft_slo_ms, config.tpot_slo_ms, config.itl_p99_slo_ms
+        slo = SloTargets(*(target_ms / 1_000 for target_ms in targets_ms))
         self.metrics = GatewayMetrics(slo if slo.ttft_s > 0 else None)
         self.metrics.reuse_times = router.reuse_times
         self.admission = AdmissionController(

@@ -215,6 +215,7 @@ def _build_flags(
         "--session-header": routing.session_header,
         "--ttft-ms": slo.ttft_ms,
         "--tpot-ms": slo.tpot_ms,
+        "--itl-p99-ms": slo.itl_p99_ms,
         "--send-targets": scheduling is not None and scheduling.uses_targets,
         "--late": routing.late,
         "--queue-limit": routing.queue_limit,

@@ -23,7 +23,7 @@ _TOTALS = (
 )  # fmt: skip
 """Counters of the page with these names."""
 _HISTOGRAMS = (
-    "ttft_seconds", "tpot_seconds", "request_prompt_tokens", "request_output_tokens",
+    "ttft_seconds", "tpot_seconds", "itl_seconds", "request_prompt_tokens", "request_output_tokens",
     "prompt_reuse_seconds",
 )  # fmt: skip
 _OTHERS = (
@@ -103,6 +103,10 @@ class Buckets:
         quantile_s = self.compute_quantile(share)
         return None if quantile_s is None else quantile_s * 1000
 
+    def compute_share(self, bound: float) -> float:
+        """Share of values that are certainly at most `bound`; 1: no values."""
+        return self._count_up_to(bound) / self.num if self.num else 1.0
+
     def _count_up_to(self, bound: float) -> float:
         """Number of values that are certainly at most `bound`."""
         at = bisect_right(self.bounds, bound)
@@ -129,6 +133,8 @@ class GatewayCounters:
     """Measured responses that met both targets."""
     ttft: Buckets = Buckets()
     tpot: Buckets = Buckets()
+    itl: Buckets = Buckets()
+    """Gaps between pieces of some streams."""
     prompts: Buckets = Buckets()
     """Lengths of requests that were answered."""
     outputs: Buckets = Buckets()
@@ -185,6 +191,7 @@ def build_counters(samples: Mapping[str, list[Sample]], at_s: float) -> GatewayC
         attained=total("slo_total", missed=""),
         ttft=_build_buckets(samples, "ttft_seconds"),
         tpot=_build_buckets(samples, "tpot_seconds"),
+        itl=_build_buckets(samples, "itl_seconds"),
         prompts=_build_buckets(samples, "request_prompt_tokens"),
         outputs=_build_buckets(samples, "request_output_tokens"),
         reuse=_build_buckets(samples, "prompt_reuse_seconds"),

@@ -14,7 +14,19 @@ from itertools import accumulate
 from cleave.traffic.counters import Buckets, GatewayCounters
 
 _EMPTY = Buckets()
-_COUNTERS = ("prompts", "outputs", "reuse", "ttft", "tpot", "measured", "attained", "flex_tokens")
+_COUNTERS = (
+    "prompts",
+    "outputs",
+    "reuse",
+    "ttft",
+    "tpot",
+    "itl",
+    "measured",
+    "attained",
+    "flex_tokens",
+)
+MIN_GAPS = 1_000
+"""In fewer gaps between tokens, a stall or two decide their 99th percentile."""
 _LIFETIME_QUANTILE = 0.9
 _MAX_CHANCE_DEVIATIONS = 3.0
 """Standard deviations by which arrivals and ended requests differ at random."""
@@ -37,6 +49,8 @@ class TrafficWindow:
     ttft: Buckets = _EMPTY
     """In seconds."""
     tpot: Buckets = _EMPTY
+    itl: Buckets = _EMPTY
+    """Gaps between pieces of some streams."""
     measured: float = 0.0
     """Responses that were measured against the targets."""
     attained: float = 0.0

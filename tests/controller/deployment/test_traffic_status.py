@@ -98,6 +98,22 @@ def test_few_and_unmeasured_requests_prove_nothing() -> None:
     assert build_slo_condition(whole.deployment, None, NOW_S) == []
 
 
+def test_the_condition_judges_the_gaps_that_gateways_timed() -> None:
+    desired = deployment(slo={"ttftMs": 400, "tpotMs": 40, "itlP99Ms": 60})
+    for late, num, is_met, text in (
+        (9, 1_000, True, "; ITL P99 60 ms, target 60 ms"),
+        (11, 1_000, False, "; ITL P99 63.6 ms, target 60 ms"),
+        (99, 100, True, "; ITL P99 of too few gaps to tell, target 60 ms"),
+    ):
+        gaps = Buckets((0.05, 0.06, 0.1, math.inf), (0.0, num - late, num, num))
+        here = measured(0.95)
+        traffic = replace(here.traffic or TrafficWindow(0.0, 1.0, 0.0), itl=gaps)
+        reported = report_traffic(replace(here, deployment=desired, traffic=traffic))
+        (condition,) = build_slo_condition(desired, reported, NOW_S)
+        assert condition.status is is_met
+        assert text in condition.message
+
+
 def test_a_condition_says_what_prometheus_does_not_have() -> None:
     assert build_prometheus_condition(None) == [], "it is not asked"
     (read,), (away,) = map(build_prometheus_condition, ("", "Prometheus at http://p: refused"))

@@ -101,6 +101,12 @@ async def test_latencies_are_exported_by_role(make_stage) -> None:
     assert page.count("cleave_gateway_ttft_seconds_count") == 1
 
 
+async def test_gaps_of_the_tier_flex_which_may_wait_are_not_timed(single) -> None:
+    for _ in range(16):
+        await single.ask(STREAM | {"service_tier": "flex"})
+    assert "itl_seconds_count" not in await read_page(single)
+
+
 async def test_an_instance_of_both_phases_is_exported_as_such(single) -> None:
     await single.ask(STREAM)
     page = await read_page(single)

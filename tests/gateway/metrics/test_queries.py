@@ -95,7 +95,7 @@ async def watched(make_fleet, internal_port, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text(TENANTS)
     roles = {"p1": "prefill", "p2": "prefill", "d1": "decode", "d2": "decode"}
-    slo = {"ttft_slo_ms": 5_000.0, "tpot_slo_ms": 500.0}
+    slo = {"ttft_slo_ms": 5_000.0, "tpot_slo_ms": 500.0, "itl_p99_slo_ms": 900.0}
     settings = {"api_keys": keys, "internal_port": internal_port, "resume_s": 0.5}
     watched = Watched(*await make_fleet(roles, **settings, **slo), internal_port)
     for round_ in range(2):

@@ -1,11 +1,13 @@
 """When another plan takes the place of what runs; and the whole loop in virtual time."""
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cleave.api.deployment import Slo
 from cleave.api.role import Role
 from cleave.perf.latency_correction import Correction
 from cleave.planner.plan import EMULATED_GPU, PlannedPool
@@ -14,12 +16,15 @@ from cleave.planner.replan.revision import (
     ReplacedPlan,
     ReplanSettings,
     ReplanVerdict,
+    compute_observed_attainment,
     decide,
     revise,
 )
 from cleave.traffic.conversations import Conversations
+from cleave.traffic.counters import Buckets
 from cleave.traffic.published import get_workload
 from cleave.traffic.refit import RefitError
+from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import build_from_trace
 
 from tests.support.simulated_traffic import FLIPPING, TWO_PAIRS, Play, ask, count, plan
@@ -100,6 +105,19 @@ def test_a_fleet_that_misses_more_than_predicted_is_enlarged(problem) -> None:
     more = decided(problem, now, mixed(6, 0.99))
     assert more.verdict is ReplanVerdict.APPLY
     assert more.reason == "6M tp1 has 99 % of the requests in time where 5M tp1 has 80 %"
+
+
+@pytest.mark.parametrize(("late", "attainment"), [(10, 0.9), (20, 0.8), (9, 0.91), (0, 0.95)])
+def test_gaps_beyond_their_target_count_as_misses_do(late: int, attainment: float) -> None:
+    """As far beyond the target for attainment as they are beyond 1 % of all gaps."""
+    gaps = Buckets((0.05, 0.06, math.inf), (500.0, 1_000.0 - late, 1_000.0))
+    window = TrafficWindow(100.0, 60.0, 100.0, measured=100.0, attained=95.0, itl=gaps)
+    slo = Slo(ttft_ms=400, tpot_ms=40, itl_p99_ms=60)
+    assert compute_observed_attainment([window], slo, 0.0) == pytest.approx(attainment)
+    few = replace(window, itl=Buckets((0.05, math.inf), (0.0, 999.0)))
+    assert compute_observed_attainment([few], slo, 0.0) == 0.95
+    aimless = slo.model_copy(update={"itl_p99_ms": None})
+    assert compute_observed_attainment([window], aimless, 0.0) == 0.95
 
 
 def test_the_same_instances_are_no_other_plan(problem) -> None:

@@ -8,6 +8,8 @@ still count. The condition follows from what is written, and is Unknown once tha
 no gateway responds.
 """
 
+import math
+
 from cleave.api.deployment import LLMDeployment, Slo
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import ObservedLengths, ObservedTraffic
@@ -19,7 +21,7 @@ from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.traffic.counters import Buckets
 from cleave.traffic.reuse_fit import get_repeated_share
-from cleave.traffic.window import TrafficWindow
+from cleave.traffic.window import MIN_GAPS, TrafficWindow
 
 _MIN_MEASURED = 20
 """In fewer responses, one slow one decides."""
@@ -72,7 +74,8 @@ def build_slo_condition(
         text = f"no response was measured against {targets}; only streams are"
     else:
         text = f"{share:.1%} of the measured requests were within {targets}, "
-        text += f"target {slo.attainment:.1%}; {observed['rate']:g} req/s"
+        text += f"target {slo.attainment:.1%}{_describe_itl(observed, slo)}; "
+        text += f"{observed['rate']:g} req/s"
     return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
 
 
@@ -100,7 +103,22 @@ def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
     # An earlier version did not write how many were measured.
     if observed.get("measured", observed["rate"] * observed["windowS"]) < _MIN_MEASURED:
         return None, "TooFewRequests"
-    return (True, "Attained") if share >= slo.attainment else (False, "Missed")
+    itl_ms = _get_itl_p99_ms(observed) or 0.0
+    is_met = share >= slo.attainment and itl_ms <= (slo.itl_p99_ms or math.inf)
+    return (True, "Attained") if is_met else (False, "Missed")
+
+
+def _describe_itl(observed: Manifest, slo: Slo) -> str:
+    if slo.itl_p99_ms is None:
+        return ""
+    itl_ms = _get_itl_p99_ms(observed)
+    found = "of too few gaps to tell" if itl_ms is None else f"{itl_ms:g} ms"
+    return f"; ITL P99 {found}, target {slo.itl_p99_ms:g} ms"
+
+
+def _get_itl_p99_ms(observed: Manifest) -> float | None:
+    """None: too few gaps were timed, or an earlier version wrote this."""
+    return (observed.get("itlMs") or {}).get("p99")
 
 
 def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
@@ -117,6 +135,7 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
             "measured": _round(traffic.measured) if traffic.measured else None,
             "ttft_ms": _summarize_latency(traffic.ttft),
             "tpot_ms": _summarize_latency(traffic.tpot),
+            "itl_ms": _summarize_latency(traffic.itl) if traffic.itl.num >= MIN_GAPS else None,
         }
     )
     return observed.model_dump(mode="json", exclude_none=True)

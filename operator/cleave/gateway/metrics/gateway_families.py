@@ -81,6 +81,7 @@ def _list_attainment(total: GatewayMetrics) -> Iterator[Family]:
     yield _build_counter("slo", "Answers by what they missed", attained, "model", "missed")
     slo = total.slo
     targets = [("ttft", slo.ttft_s), ("tpot", slo.tpot_s)] if slo is not None else []
+    targets += [("itl_p99", slo.itl_p99_s)] if slo is not None and slo.itl_p99_s else []
     text = "What answers are measured against"
     yield build_gauge("cleave_gateway_slo_target_seconds", text, targets, "slo")
 
@@ -136,7 +137,7 @@ def _list_models(total: GatewayMetrics) -> Iterator[Family]:
     for name, text, bounds in (
         ("ttft", "Request read to first byte of stream", TTFT_BOUNDS_S),
         ("tpot", "Mean time between tokens of a stream", TPOT_BOUNDS_S),
-        ("itl", "Each gap between pieces of some streams", TPOT_BOUNDS_S),
+        ("itl", "Each gap between pieces of some streams", total.itl_bounds_s),
     ):
         yield _build_histogram(f"{name}_seconds", text, bounds, _list_roles(models, name), *by_role)
     text = "Wait for a turn, where tenants or targets have limits"

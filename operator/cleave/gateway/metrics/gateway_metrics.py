@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from cleave.policy.reuse_times import ReuseTimes
 from cleave.router.router import Pick
@@ -70,7 +71,13 @@ class SloTargets:
 
     ttft_s: float
     tpot_s: float
-    """0: no target."""
+    """0: no target; so is `itl_p99_s`, of all gaps between pieces together."""
+    itl_p99_s: float = 0.0
+
+    @property
+    def itl_bounds_s(self) -> tuple[float, ...]:
+        """The target is one of them, so that the share of gaps within it is exact."""
+        return tuple(sorted({*TPOT_BOUNDS_S, self.itl_p99_s} - {0.0}))
 
 
 class ModelMetrics:
@@ -81,12 +88,12 @@ class ModelMetrics:
         "prompt_tokens", "queue", "tpot", "ttft",
     )  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, itl_bounds_s: tuple[float, ...] = TPOT_BOUNDS_S) -> None:
         self.ttft = _make_role_histograms(TTFT_BOUNDS_S)
         """By the role of the instance that computed the prompt."""
         self.tpot = _make_role_histograms(TPOT_BOUNDS_S)
         """By the role of the instance that generated the tokens; as `itl`."""
-        self.itl = _make_role_histograms(TPOT_BOUNDS_S)
+        self.itl = _make_role_histograms(itl_bounds_s)
         self.queue = BucketHistogram(TTFT_BOUNDS_S)
         """Wait for admission of requests that needed it."""
         self.phases = {phase: BucketHistogram(TTFT_BOUNDS_S) for phase in PHASES}
@@ -106,16 +113,17 @@ class GatewayMetrics:
     __slots__ = (
         "ahead_from_tokens", "canaries", "canary_seconds", "certificate_expiries",
         "dispatches", "flex_in_flight", "flex_requests", "flex_tokens", "flex_waiting", "flips",
-        "handoffs", "in_flight", "keys_stale", "models", "processes", "recoveries", "rejections",
-        "requests", "restarts", "retries", "retries_delayed", "reuse_times", "slo", "slo_results",
-        "spans", "streams", "streams_not_kept", "suspects", "tenant_tokens", "tenants", "waiting",
-        "whole_below_tokens",
+        "handoffs", "in_flight", "itl_bounds_s", "keys_stale", "models", "processes", "recoveries",
+        "rejections", "requests", "restarts", "retries", "retries_delayed", "reuse_times", "slo",
+        "slo_results", "spans", "streams", "streams_not_kept", "suspects", "tenant_tokens",
+        "tenants", "waiting", "whole_below_tokens",
     )  # fmt: skip
 
     def __init__(self, slo: SloTargets | None = None) -> None:
         """`slo`: None when responses are not measured against targets."""
         self.slo = slo
-        self.models: dict[str, ModelMetrics] = defaultdict(ModelMetrics)
+        self.itl_bounds_s = slo.itl_bounds_s if slo else TPOT_BOUNDS_S
+        self.models: dict[str, ModelMetrics] = defaultdict(partial(ModelMetrics, self.itl_bounds_s))
         """By model that has had instances, so that clients cannot create label values."""
         self.requests: dict[tuple[str, str], int] = defaultdict(int)
         """By model and outcome; the model is empty for names that no instance has ever served.

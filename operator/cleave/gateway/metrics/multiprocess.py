@@ -21,7 +21,7 @@ _SAME_FOR_ALL = (
     "certificate_expiries", "keys_stale", "whole_below_tokens", "ahead_from_tokens",
 )  # fmt: skip
 """All processes read the same files and watch the same EndpointSlices."""
-_UNSAVED = ("slo", "in_flight", "processes", "restarts", *_SAME_FOR_ALL)
+_UNSAVED = ("slo", "itl_bounds_s", "in_flight", "processes", "restarts", *_SAME_FOR_ALL)
 _BY_MODEL = ("models", "reuse_times")
 """Large values, of which each model is a part of its own."""
 

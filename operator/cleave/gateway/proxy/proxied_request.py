@@ -225,7 +225,7 @@ class ProxiedRequest:
         self._prompt_tokens = attempt.prompt_tokens or self._completion.prompt_tokens
         self._pick = attempt.pick
         context.metrics.streams = number = context.metrics.streams + 1
-        if not number & ITL_SAMPLE_MASK:
+        if not (number & ITL_SAMPLE_MASK or self._completion.is_flex):
             self._last_piece_at = now
         if attempt.pick.prefill is not None:
             phases = context.metrics.models[self._completion.model].phases

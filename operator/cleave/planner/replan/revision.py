@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cleave.api.deployment import Slo
 from cleave.perf import latency_correction
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
 from cleave.planner import plan_search
@@ -26,9 +27,9 @@ from cleave.planner.replan.restarts import count_kinds, count_starts, reduce_res
 from cleave.planner.result.prediction import predict
 from cleave.planner.result.text import format_percent, format_pool
 from cleave.planner.search.context import SearchContext
-from cleave.planner.search.trials import CONFIRMATION_PRECISION
+from cleave.planner.search.trials import CONFIRMATION_PRECISION, Targets
 from cleave.traffic.refit import compute_margin, to_demand
-from cleave.traffic.window import TrafficWindow, list_settled
+from cleave.traffic.window import MIN_GAPS, TrafficWindow, join_windows, list_settled
 
 _TRAFFIC_MARGIN = 0.05
 """Additional traffic that a plan with fewer resources must serve, beyond the statistical margin:
@@ -148,7 +149,7 @@ def revise(
     # Rate the current plan at the mean traffic, without the margin, but by its observed misses too.
     current = replace(
         _forecast(mean_problem, running_plan),
-        observed_attainment=_compute_observed_attainment(windows, settle_s),
+        observed_attainment=compute_observed_attainment(windows, problem.slo, settle_s),
     )
     margin = compute_margin(windows)
     if current.min_attainment >= problem.slo.attainment:
@@ -225,11 +226,19 @@ def _forecast(problem: Problem, running_plan: RunningPlan) -> PlanForecast:
     return PlanForecast(running_plan.pools, predict_attainment(problem, running_plan), resources)
 
 
-def _compute_observed_attainment(windows: Sequence[TrafficWindow], settle_s: float) -> float:
-    """Attainment outside of draining backlogs; 1 where too few responses were measured."""
+def compute_observed_attainment(
+    windows: Sequence[TrafficWindow], slo: Slo, settle_s: float
+) -> float:
+    """Attainment outside of draining backlogs, or less where times between tokens miss their target
+    by more; 1 where too few responses were measured."""
     settled = list_settled(windows, settle_s)
-    measured = sum(each.measured for each in settled)
-    return sum(each.attained for each in settled) / measured if measured >= MIN_RESPONSES else 1.0
+    if sum(each.measured for each in settled) < MIN_RESPONSES:
+        return 1.0
+    observed = join_windows(settled)
+    attainment = observed.attained / observed.measured
+    if observed.itl.num < MIN_GAPS:
+        return attainment
+    return min(attainment, Targets.from_slo(slo).measure_itl(observed.itl, unit_ms=1000.0))
 
 
 def _compute_gain(current: PlanForecast, proposed: PlanForecast, target: float) -> float:

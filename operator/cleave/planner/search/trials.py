@@ -15,7 +15,7 @@ import functools
 import math
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 
@@ -72,6 +72,13 @@ _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
 
+class Distribution(Protocol):
+    """Simulated or observed times between tokens."""
+
+    def compute_share(self, limit: float, /) -> float:
+        """Share of tokens that took at most so long; 1: there are none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How long trials are."""
@@ -118,12 +125,12 @@ class Targets:
         latencies = {name: getattr(self, name) * scale for name in LATENCIES}
         return replace(self, **latencies)
 
-    def measure_itl(self, itl: InterTokenLatencies) -> float:
+    def measure_itl(self, itl: Distribution, unit_ms: float = 1.0) -> float:
         """The share of tokens in time on the scale of `attainment`: as far above or below it as
-        their share is above or below 99 %, in parts of what may be late."""
+        their share is above or below 99 %, in parts of what may be late. `itl` is in `unit_ms`."""
         if math.isinf(self.itl_p99_ms):
             return 1.0
-        late = (1 - itl.compute_share(self.itl_p99_ms)) / (1 - ITL_LEVEL)
+        late = (1 - itl.compute_share(self.itl_p99_ms / unit_ms)) / (1 - ITL_LEVEL)
         if self.attainment == 1:
             return float(late <= 1)
         return max(1 - late * (1 - self.attainment), 0.0)
