@@ -11,6 +11,7 @@ from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.reported_model import apply_report
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.perf.model import model_report
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.test_cluster_operator import (
@@ -64,7 +65,7 @@ def read_deployment(chat: Chat) -> LLMDeployment:
 
 def is_planned(chat: Chat) -> bool:
     """Whether the plan in force was made from the present inputs."""
-    inputs = PlanInputs(read_deployment(chat), build_inventory([]))
+    inputs = PlanInputs(resolve_in_cluster(read_deployment(chat)), build_inventory([]))
     plan = chat.deployment.get("status", {}).get("plan") or {}
     return chat.is_ready() and plan.get("inputs") == inputs.hash_with(None)
 

@@ -17,6 +17,7 @@ from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import CLIQUE, HOSTNAME, INFINIBAND, NodeTopology, assign_cells
 from cleave.manifests.worker import build_worker_pod
 from cleave.planner.placement import choose_placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from e2e.cluster.cluster import Cluster, wait_until
 from e2e.cluster.nodes import gpu_node
@@ -61,7 +62,8 @@ def build_pods(
     document["metadata"]["namespace"] = namespace
     chat = LLMDeployment.model_validate(document)
     pods = []
-    for pool in build_pools(chat, choose_placement(chat), machines):
+    resolved = resolve_in_cluster(chat)
+    for pool in build_pools(resolved, choose_placement(resolved), machines):
         for ordinal, cell in enumerate(_cells(pool)):
             if pool.spec.members:
                 pods.append(build_cell_pod(pool, f"{pool.name}-{ordinal}"))

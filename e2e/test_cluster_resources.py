@@ -24,6 +24,7 @@ from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import CLIQUE, NodeTopology
 from cleave.manifests.worker import build_worker_pod
 from cleave.planner.placement import choose_placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from e2e.cluster.cluster import CRDS, Cluster, CommandError, wait_until
 from tests.support.resource_cases import REFUSED, UNUSUAL, Case, manifest, said
@@ -124,7 +125,8 @@ def test_the_api_server_accepts_all_created_objects_without_a_warning(
         build_gateway_deployment(chat),
         build_gateway_budget(chat),
     ]
-    for pool in build_pools(chat, choose_placement(chat), NodeTopology({H100: 8}, domain)):
+    resolved = resolve_in_cluster(chat)
+    for pool in build_pools(resolved, choose_placement(resolved), NodeTopology({H100: 8}, domain)):
         leader = build_worker_pod(
             pool, f"{pool.name}-x7k2p", cell=0 if pool.spec.colocation else None
         )

@@ -10,6 +10,7 @@ from cleave.api.deployment import LLMDeployment
 from cleave.manifests.pool import build_selected_plan
 from cleave.planner import plan_search, problem_from_profile
 from cleave.planner.placement import Placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 NAME = "day"
 PROFILE, MODEL = "distserve/opt-66b/tp4", "facebook/opt-66b"
@@ -80,7 +81,9 @@ def plan(workload: Any, time_scale: float, instances: int) -> Pools:
     spec = make_spec(time_scale) | {"workload": workload, "planning": {"maxGPUs": instances}}
     deployment = LLMDeployment.model_validate(wrap(spec))
     result = plan_search.plan(problem_from_profile.build_problem(deployment))
-    placed = build_selected_plan(deployment, Placement(result.best.pools, result.reason, result))
+    placed = build_selected_plan(
+        resolve_in_cluster(deployment), Placement(result.best.pools, result.reason, result)
+    )
     # The planner counts emulated instances as GPUs; a placement by hand knows no such kind.
     return [
         pool.model_dump(mode="json", exclude={"gpu"}, exclude_none=True, by_alias=True)

@@ -26,6 +26,7 @@ from cleave.manifests.labels import Manifest, get_agent_port
 from cleave.manifests.multi_node import LEADER_ENV, build_node_pods
 from cleave.manifests.pool import build_pools
 from cleave.planner.placement import choose_placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
 from cleave.rpc.credentials import TOKEN_ENV, Metadata, sign_with_token
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
@@ -155,7 +156,8 @@ def _run(
     (folder / "token").write_text("secret")
     deployment = LLMDeployment.model_validate(manifest)
     found = SpreadRanks(deployment.name, folder, f"http://127.0.0.1:{find_free_port()}")
-    for pool in build_pools(deployment, choose_placement(deployment)):
+    resolved = resolve_in_cluster(deployment)
+    for pool in build_pools(resolved, choose_placement(resolved)):
         wide = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": nodes})})
         for number in range(pool.spec.replicas):
             found.pods += _build_pods(wide, number, folder, network)

@@ -21,14 +21,13 @@ from cleave.controller.settings import OperatorSettings
 from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.manifests.owned_objects import build_accounts
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
 from cleave.perf.model import model_report
 from cleave.perf.model.known_models import CONFIGS
 from cleave.perf.model.model_report import EngineFacts
-from cleave.planner.placement import choose_placement
 from cleave.rpc.fleet_status import FleetInstance
 
+from tests.support.built_pools import build_pools
 from tests.support.fake_cluster import chat, node
 
 
@@ -276,7 +275,7 @@ async def test_a_plan_outlasts_a_restart_while_the_hub_is_away() -> None:
     assert cached is not None
     assert not controller._apply_hub(key, cached).model_fault, "no instance has this model"
     resource = LLMDeployment.model_validate(chat(engine={"type": "vLLM"}, model="org/new"))
-    pools = build_pools(resource, choose_placement(resource, reads_files=False), NodeTopology())
+    pools = build_pools(resource, NodeTopology())
     own = CachedResource(pools[0], {})
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(controller.cache, "list_pools", lambda _: [own])
@@ -302,8 +301,7 @@ async def test_an_unknown_model_is_planned_once_a_worker_has_reported_it(
     controller.on_change(node("n1", product="H100"))
     key = ResourceKey("LLMDeployment", "default", "chat")
     resource = LLMDeployment.model_validate(chat(engine={"type": "vLLM"}, model="org/new"))
-    smallest = choose_placement(resource, reads_files=False)
-    pool, _ = build_pools(resource, smallest, NodeTopology())
+    pool, _ = build_pools(resource, NodeTopology())
     pod = ObservedPod("p", "u2", pool.spec.role, pool.spec.revision, ready=True)
     monkeypatch.setattr(controller.cache, "list_pods", lambda _: (pod,))
     facts = EngineFacts(CONFIGS["qwen3-8b"], 4096, 16, "bfloat16", "auto", 1, 1, [])

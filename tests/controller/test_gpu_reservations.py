@@ -10,10 +10,9 @@ from cleave.controller.cluster.cache import ObjectCache, ResourceKey
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.controller.gpu_reservations import GpuReservations
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import choose_placement
 
+from tests.support.built_pools import build_pools
 from tests.support.fake_cluster import chat, manual_placement
 
 NODE = ObservedNode("n1", True, True, gpu="H100", num_gpus=16)
@@ -47,7 +46,7 @@ class Stage:
                 "metadata": {"name": name},
             }
         )
-        for pool in build_pools(resource, choose_placement(resource), NodeTopology()):
+        for pool in build_pools(resource, NodeTopology()):
             self.upsert(json.loads(pool.model_dump_json(exclude_none=True)))
 
     def put_pod(self, deployment: str, name: str, node: str) -> None:

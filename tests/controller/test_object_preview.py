@@ -8,7 +8,8 @@ from cleave.controller.settings import OperatorSettings
 from cleave.manifests.container import Images
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import choose_placement
+
+from tests.support.built_pools import choose_placement
 
 SETTINGS = OperatorSettings(
     isolation=NetworkIsolation(),

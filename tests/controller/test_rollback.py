@@ -20,6 +20,7 @@ from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.views import TrafficDemand
 from cleave.manifests.labels import Manifest
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from tests.controller.test_convergence import ControlPlane, control_plane, ready
 from tests.support.deployment_views import (
@@ -41,7 +42,7 @@ LATER = {"laterField": {"laterValue": 1}}
 
 def written_status(resource: Any) -> Manifest:
     """A status in which everything is recorded that the operator reads again."""
-    inputs = PlanInputs(resource, INVENTORY)
+    inputs = PlanInputs(resolve_in_cluster(resource), INVENTORY)
     at = format_timestamp(NOW_S - 400)
     law = {"workers": 1, "perRate": 0.25, "base": 0.0, "lowestRate": 0.0}
     past = {"at": at, "verdict": "Applied", "reason": "r", "pools": POOLS, "left": POOLS}

@@ -8,9 +8,9 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.api.manifest import validate
 from cleave.api.pool import InstancePool
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import choose_placement
+
+from tests.support.built_pools import build_pools
 
 MakeDeployment = Callable[..., LLMDeployment]
 MakePool = Callable[..., InstancePool]
@@ -40,7 +40,7 @@ def pool(deployment: MakeDeployment) -> MakePool:
 
     def make(**spec: Any) -> InstancePool:
         chat = deployment(**spec)
-        return next(p for p in build_pools(chat, choose_placement(chat)) if p.spec.role == "decode")
+        return next(p for p in build_pools(chat) if p.spec.role == "decode")
 
     return make
 
@@ -50,6 +50,6 @@ def pools_of() -> MakePools:
     """Makes all pools of a deployment, on nodes of which nothing is known unless given."""
 
     def make(deployment: LLMDeployment, *machines: NodeTopology) -> list[InstancePool]:
-        return build_pools(deployment, choose_placement(deployment), *machines)
+        return build_pools(deployment, *machines)
 
     return make

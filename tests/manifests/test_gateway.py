@@ -19,9 +19,10 @@ from cleave.manifests.gateway import (
     build_url,
     get_thresholds,
 )
-from cleave.manifests.pool import hash_revision
 from cleave.manifests.worker import build_worker_pod
 from cleave.rpc.plan_thresholds import PlanThresholds
+
+from tests.support.built_pools import hash_revision
 
 
 def container(pod):

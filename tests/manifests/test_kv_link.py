@@ -11,9 +11,10 @@ from cleave.manifests import kv_link
 from cleave.manifests.topology import NodeTopology
 from cleave.perf.hardware.link import LinkKind
 from cleave.perf.model.model_shape import load_shape
-from cleave.planner.placement import choose_placement
 from cleave.planner.plan import PlannedKvLink
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
+from tests.support.built_pools import choose_placement
 from tests.support.fake_cluster import chat
 
 MODEL = "meta-llama/Llama-3.1-8B"
@@ -30,7 +31,9 @@ def deploy(*pools: dict[str, Any], **engine: str) -> LLMDeployment:
 def find(deployment: LLMDeployment, nodes: dict[str, Any] = TWO) -> PlannedKvLink | None:
     cluster = Cluster.model_validate(nodes)
     topology = NodeTopology.from_cluster(cluster)
-    return kv_link.find_kv_link(deployment, choose_placement(deployment), cluster, topology)
+    return kv_link.find_kv_link(
+        resolve_in_cluster(deployment), choose_placement(deployment), cluster, topology
+    )
 
 
 def pool(role: str, tensor: int = 1, **more: Any) -> dict[str, Any]:
@@ -85,7 +88,9 @@ def test_a_link_that_is_too_slow_for_the_ttft_target_is_explained() -> None:
     def explain(nodes: dict[str, Any], tokens: float) -> str | None:
         cluster = Cluster.model_validate(nodes)
         machines = NodeTopology.from_cluster(cluster)
-        return kv_link.explain_slow_link(deployment, placement, cluster, machines, shape, tokens)
+        return kv_link.explain_slow_link(
+            resolve_in_cluster(deployment), placement, cluster, machines, shape, tokens
+        )
 
     assert explain(FAST, 1000) is None
     why = explain(TWO, 4000)

@@ -11,14 +11,17 @@ from cleave.api.pool import Colocation, InstancePool
 from cleave.api.role import Role
 from cleave.controller.cluster.apply import hash_template
 from cleave.controller.deployment.repurpose import are_compatible
-from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
+from cleave.manifests.pool import build_selected_plan
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import Placement, choose_placement
+from cleave.planner.placement import Placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
+
+from tests.support.built_pools import build_pools, choose_placement, hash_revision
 
 
 def test_there_is_one_pool_per_role_named_after_it(deployment) -> None:
     chat = deployment()
-    prefill, decode = build_pools(chat, choose_placement(chat))
+    prefill, decode = build_pools(chat)
     assert (prefill.name, prefill.namespace, prefill.spec.role) == (
         "chat-prefill",
         "llm",
@@ -34,7 +37,7 @@ def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment)
         engine={"type": "Emulated"},
         template={"nodeSelector": {"a": "b"}},
     )
-    (mixed,) = build_pools(chat, choose_placement(chat))
+    (mixed,) = build_pools(chat)
     assert (mixed.spec.replicas, mixed.spec.parallelism.tensor) == (3, 2)
     assert mixed.spec.engine == chat.spec.engine.for_role(Role.MIXED)
     assert mixed.spec.template == chat.spec.template
@@ -43,7 +46,7 @@ def test_pools_carry_counts_parallelism_and_the_deployments_settings(deployment)
 
 def test_a_pool_survives_the_way_through_json(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
-    (mixed,) = build_pools(chat, choose_placement(chat))
+    (mixed,) = build_pools(chat)
     assert InstancePool.model_validate_json(mixed.model_dump_json()) == mixed
 
 
@@ -55,7 +58,7 @@ def test_arguments_and_variables_of_a_role_follow_those_of_all(deployment) -> No
     env = [{"name": "A", "value": "all"}, {"name": "B", "value": "all"}]
     engine = {"args": ["--seed", "1"], "env": env, "roles": {"prefill": EAGER}}
     chat = deployment(placement=PAIR, engine=engine)
-    prefill, decode = (pool.spec.engine for pool in build_pools(chat, choose_placement(chat)))
+    prefill, decode = (pool.spec.engine for pool in build_pools(chat))
     assert prefill.args == ["--max-num-seqs", "4", "--seed", "1", "--enforce-eager"]
     assert {each.name: each.value for each in prefill.env} == {"A": "own", "B": "all"}
     assert decode.args == ["--seed", "1"]
@@ -66,7 +69,7 @@ def test_what_a_role_has_replaces_the_instances_of_that_role_only(deployment) ->
     before = deployment(placement=PAIR)
     after = deployment(placement=PAIR, engine={"roles": {"prefill": EAGER}})
     assert hash_revision(before) == hash_revision(after)
-    old, new = (build_pools(each, choose_placement(each)) for each in (before, after))
+    old, new = (build_pools(each) for each in (before, after))
     assert hash_template(old[0]) != hash_template(new[0])
     assert hash_template(old[1]) == hash_template(new[1])
     # Neither the operator nor gateways give a running instance the other role.
@@ -79,7 +82,7 @@ def test_members_of_a_cell_have_the_arguments_of_their_role(deployment) -> None:
     roles = {"decode": {"args": ["--enforce-eager"]}}
     engine = {"connector": "Nixl", "args": ["--seed", "1"], "roles": roles}
     chat = deployment(placement={"manual": CELL}, engine=engine)
-    (pool,) = build_pools(chat, choose_placement(chat), NODES)
+    (pool,) = build_pools(chat, NODES)
     prefill, decode = pool.spec.members
     assert (prefill.args, decode.args) == (["--max-num-seqs", "8"], ["--enforce-eager"])
     assert pool.spec.engine.args == ["--seed", "1"]
@@ -88,7 +91,7 @@ def test_members_of_a_cell_have_the_arguments_of_their_role(deployment) -> None:
 def test_engines_with_variables_of_their_own_share_no_pod(deployment) -> None:
     engine = {"connector": "Nixl", "roles": {"decode": EAGER}}
     chat = deployment(placement={"manual": CELL}, engine=engine)
-    assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
+    assert len(build_pools(chat, NODES)) == 2
 
 
 def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(deployment) -> None:
@@ -101,7 +104,7 @@ def test_engines_with_scheduling_know_every_roles_limits_and_can_follow_them(dep
         },
         engine={"scheduling": {"limits": [{"role": "mixed", "maxNumBatchedTokens": 1024}]}},
     )
-    prefill, decode = (pool.spec.engine for pool in build_pools(chat, choose_placement(chat)))
+    prefill, decode = (pool.spec.engine for pool in build_pools(chat))
     assert prefill.args == ["--max-num-batched-tokens", "2048"]
     assert decode.args == ["--max-num-seqs", "512", "--max-num-batched-tokens", "2048"]
     assert prefill.scheduling == decode.scheduling
@@ -124,7 +127,7 @@ def test_all_pools_of_a_deployment_share_one_revision(deployment) -> None:
             ]
         }
     )
-    assert len({pool.spec.revision for pool in build_pools(chat, choose_placement(chat))}) == 1
+    assert len({pool.spec.revision for pool in build_pools(chat)}) == 1
 
 
 def test_a_default_that_is_written_out_leaves_the_revision(deployment) -> None:
@@ -230,7 +233,7 @@ def test_engines_get_the_limits_that_the_plan_assumes(deployment) -> None:
     chat = deployment(
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]}
     )
-    (mixed,) = build_pools(chat, choose_placement(chat))
+    (mixed,) = build_pools(chat)
     assert mixed.spec.engine.args == ["--max-num-seqs", "64", "--max-num-batched-tokens", "512"]
     assert mixed.spec.revision == hash_revision(deployment())
 
@@ -241,7 +244,7 @@ def test_limits_that_the_user_states_are_left_alone(deployment, limits) -> None:
         placement={"manual": [{"role": "mixed", "maxNumSeqs": 64, "maxNumBatchedTokens": 512}]},
         engine={"args": [limits]},
     )
-    (mixed,) = build_pools(chat, choose_placement(chat))
+    (mixed,) = build_pools(chat)
     assert mixed.spec.engine.args == ["--max-num-batched-tokens", "512", limits]
 
 
@@ -249,7 +252,7 @@ def test_status_contains_plan_predictions_and_at_most_three_alternatives(
     deployment, answer
 ) -> None:
     placement = Placement(answer.selected.pools, answer.reason, answer)
-    selected_plan = build_selected_plan(deployment(), placement)
+    selected_plan = build_selected_plan(resolve_in_cluster(deployment()), placement)
     assert (selected_plan.verdict, selected_plan.gpus) == ("Disaggregate", answer.selected.gpus)
     assert selected_plan.predicted.goodput == answer.selected.prediction.goodput
     # 239.787...: four digits are written.
@@ -260,7 +263,7 @@ def test_status_contains_plan_predictions_and_at_most_three_alternatives(
 
 def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
     chat = deployment(placement={"manual": [{"role": "mixed"}]})
-    selected_plan = build_selected_plan(chat, choose_placement(chat))
+    selected_plan = build_selected_plan(resolve_in_cluster(chat), choose_placement(chat))
     assert (selected_plan.verdict, selected_plan.predicted, selected_plan.alternatives) == (
         None,
         None,
@@ -273,7 +276,7 @@ def test_a_placement_by_hand_predicts_nothing(deployment) -> None:
 
 def test_the_placement_can_be_rebuilt_from_the_pools_in_status(deployment, answer) -> None:
     selected_plan = build_selected_plan(
-        deployment(), Placement(answer.selected.pools, answer.reason, answer)
+        resolve_in_cluster(deployment()), Placement(answer.selected.pools, answer.reason, answer)
     )
     assert (selected_plan.algorithm, len(selected_plan.pools)) == (
         "Algorithm 2",
@@ -288,7 +291,7 @@ def test_the_placement_can_be_rebuilt_from_the_pools_in_status(deployment, answe
 
 def test_what_the_deployment_says_of_changes_reaches_its_pools(deployment) -> None:
     chat = deployment(rollout={"pendingTimeoutS": 30}, deletionPolicy="Immediate")
-    for pool in build_pools(chat, choose_placement(chat)):
+    for pool in build_pools(chat):
         assert pool.spec.pending_timeout_s == 30
         assert pool.spec.deletion_policy == "Immediate"
         assert pool.spec.owner == "Plan"
@@ -301,9 +304,7 @@ def test_cells_of_a_plan_reach_its_pools(deployment) -> None:
         {"role": "mixed"},
     ]
     chat = deployment(placement={"manual": manual})
-    prefill, decode, mixed = build_pools(
-        chat, choose_placement(chat), NodeTopology(domain="nvidia.com/gpu.clique")
-    )
+    prefill, decode, mixed = build_pools(chat, NodeTopology(domain="nvidia.com/gpu.clique"))
     assert prefill.spec.colocation == Colocation(per_cell=2, topology_key="nvidia.com/gpu.clique")
     assert decode.spec.colocation.per_cell == 1
     assert mixed.spec.colocation is None
@@ -316,15 +317,11 @@ def test_cells_that_fit_a_node_together_are_one_that_fills_it(deployment) -> Non
         {"role": "mixed"},
     ]
     chat = deployment(placement={"manual": manual})
-    prefill, decode, _ = build_pools(
-        chat, choose_placement(chat), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
-    )
+    prefill, decode, _ = build_pools(chat, NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
     assert prefill.spec.colocation == Colocation(per_cell=2, exclusive=True)
     assert decode.spec.colocation == Colocation(per_cell=6, exclusive=True)
     emulated = deployment(placement={"manual": manual}, engine={"type": "Emulated"})
-    first, *_ = build_pools(
-        emulated, choose_placement(emulated), NodeTopology({"NVIDIA-H100-80GB-HBM3": 8})
-    )
+    first, *_ = build_pools(emulated, NodeTopology({"NVIDIA-H100-80GB-HBM3": 8}))
     assert first.spec.colocation == Colocation(per_cell=1)
 
 
@@ -339,7 +336,7 @@ def test_cells_that_fit_a_node_are_the_instances_of_one_pool(deployment) -> None
     chat = deployment(
         placement={"manual": CELL}, engine={"connector": "Nixl", "args": ["--enforce-eager"]}
     )
-    (pool,) = build_pools(chat, choose_placement(chat), NODES)
+    (pool,) = build_pools(chat, NODES)
     assert (pool.name, pool.metadata.labels["cleave.dev/role"]) == ("chat-mixed", "mixed")
     assert (pool.spec.replicas, pool.spec.gpus, pool.spec.colocation) == (2, 4, None)
     prefill, decode = pool.spec.members
@@ -362,7 +359,7 @@ def test_cells_that_fit_a_node_are_the_instances_of_one_pool(deployment) -> None
 )
 def test_other_cells_have_a_pod_for_each_instance(deployment, manual, machines) -> None:
     chat = deployment(placement={"manual": manual}, engine={"connector": "Nixl"})
-    pools = build_pools(chat, choose_placement(chat), machines)
+    pools = build_pools(chat, machines)
     assert [pool.spec.role for pool in pools] == [each["role"] for each in manual]
     assert not any(pool.spec.members for pool in pools)
 
@@ -376,7 +373,7 @@ def test_a_cell_is_one_pod_only_where_its_engines_move_kv_from_gpu_to_gpu(deploy
         {"template": {"gpuResource": "", "resourceClaims": claims}},
     ):
         chat = deployment(placement={"manual": single}, **spec)
-        assert len(build_pools(chat, choose_placement(chat), NODES)) == 2
+        assert len(build_pools(chat, NODES)) == 2
     for connector in ("Cleave", "Nixl"):
         chat = deployment(placement={"manual": single}, engine={"connector": connector})
-        assert len(build_pools(chat, choose_placement(chat), NODES)) == 1
+        assert len(build_pools(chat, NODES)) == 1

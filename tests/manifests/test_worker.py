@@ -10,14 +10,14 @@ from cleave.api.scheduling import Scheduling
 from cleave.distribution import get_version
 from cleave.manifests.container import Images
 from cleave.manifests.labels import AGENT_PORT
-from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_agent_command, build_scheduling_args, build_worker_pod
-from cleave.planner.placement import choose_placement
 from cleave.policy.adapters import AdapterSource, parse_adapters
 from cleave.policy.admission import Admission
 from cleave.policy.prompt_order import PrefillOrder
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import RoleSchedulingConfig, parse
+
+from tests.support.built_pools import build_pools
 
 DECLARED = {
     "order": "ShortestFirst",
@@ -404,7 +404,7 @@ def test_omitted_fields_follow_the_engines_defaults() -> None:
 def test_workers_get_the_flag_only_when_the_field_is_set(deployment) -> None:
     plain, chat = deployment(), deployment(engine={"scheduling": DECLARED})
     for given, is_passed in ((plain, False), (chat, True)):
-        pool = build_pools(given, choose_placement(given))[0]
+        pool = build_pools(given)[0]
         line = build_agent_command(pool, "w-0")
         assert ("--scheduling" in line) is is_passed
     assert json.loads(line[line.index("--scheduling") + 1]) == build_scheduling_args(

@@ -11,11 +11,10 @@ import yaml
 from cleave.api.manifest import validate
 from cleave.api.role import MAX_POD_ENGINES
 from cleave.manifests.labels import ENGINE_PORT, get_agent_port_name
-from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
-from cleave.planner.placement import choose_placement
 
 from tests.packaging.conftest import find
+from tests.support.built_pools import build_pools
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -42,7 +41,7 @@ def test_the_engines_that_a_pod_monitor_finds_have_the_port_that_it_names(render
         for each in find(render("metrics.podMonitor.enabled=true"), "PodMonitor")
         if each["metadata"]["name"] == "cleave-engines"
     )
-    pod = build_worker_pod(build_pools(deployment, choose_placement(deployment))[0], 0)
+    pod = build_worker_pod(build_pools(deployment)[0], 0)
     assert engines["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     endpoint, *others = engines["spec"]["podMetricsEndpoints"]
     # Further engines of cells in one pod.

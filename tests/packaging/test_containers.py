@@ -21,9 +21,9 @@ from cleave.api.manifest import validate
 from cleave.local.kubelet import environment
 from cleave.manifests.gateway import build_gateway_deployment
 from cleave.manifests.multi_node import build_node_pods
-from cleave.manifests.pool import build_pools
 from cleave.manifests.worker import build_worker_pod
-from cleave.planner.placement import choose_placement
+
+from tests.support.built_pools import build_pools
 
 Manifest = dict[str, Any]
 Started = subprocess.Popen[bytes]
@@ -51,7 +51,7 @@ def specs(plain: list[Manifest]) -> dict[str, Manifest]:
             },
         }
     )
-    pool = build_pools(chat, choose_placement(chat))[1]
+    pool = build_pools(chat)[1]
     pool = pool.model_copy(update={"spec": pool.spec.model_copy(update={"nodes": 2})})
     leader = build_worker_pod(pool, "leader")
     (operator,) = [each for each in plain if each["kind"] == "Deployment"]

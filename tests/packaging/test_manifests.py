@@ -21,6 +21,7 @@ from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import AGENT_PORT, INTERNAL_PORT
 from cleave.manifests.network_policies import NetworkIsolation
 from cleave.manifests.owned_objects import build_accounts
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from tests.support.deployment_views import own_accounts
 
@@ -273,7 +274,7 @@ def test_isolated_workers_get_a_policy_and_others_none() -> None:
             action.manifest["kind"]
             for action in reconcile(
                 DeploymentView(
-                    deployment,
+                    resolve_in_cluster(deployment),
                     build_inventory([]),
                     0.0,
                     children=own_accounts(deployment),

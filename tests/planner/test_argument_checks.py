@@ -8,7 +8,7 @@ import pytest
 from cleave.api.engine import DeploymentEngine
 from cleave.api.manifest import validate
 from cleave.planner.argument_checks import list_argument_faults, list_argument_warnings
-from cleave.planner.deployment_checks import list_start_faults
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from tests.support.fake_cluster import chat
 
@@ -84,7 +84,7 @@ def test_flags_of_an_image_of_the_user_are_warnings_of_the_same_fields() -> None
 def test_what_a_pool_states_is_checked_where_it_is_written() -> None:
     placement = {"manual": [{"role": "decode", "args": ["--zzz", "--seed=x"]}, {"role": "prefill"}]}
     engine = {"type": "vLLM"}
-    faults = list_start_faults(validate(chat(placement=placement, engine=engine)))
+    faults = resolve_in_cluster(validate(chat(placement=placement, engine=engine))).start_faults
     assert [line.split(": ")[:2] for line in faults] == [
         ["spec.placement.manual[0].args", "--zzz"],
         ["spec.placement.manual[0].args", "--seed"],

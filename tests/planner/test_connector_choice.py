@@ -7,10 +7,11 @@ import pytest
 from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import Connector
 from cleave.api.manifest import validate
-from cleave.manifests.pool import build_pools, build_selected_plan, hash_revision
-from cleave.planner import deployment_checks
-from cleave.planner.placement import PlanError, choose_placement
+from cleave.manifests.pool import build_pools, build_selected_plan
+from cleave.planner.placement import PlanError
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
+from tests.support.built_pools import choose_placement, hash_revision
 from tests.support.model_configs import HYBRID, INDEXED
 
 WINDOWS, PLAIN = "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B"
@@ -40,7 +41,7 @@ def cell() -> list[dict[str, Any]]:
 
 
 def choose(model: str, *pools: dict[str, Any], **spec: Any) -> Connector:
-    return deployment_checks.choose_connector(deployment(model, *pools, **spec)).connector
+    return resolve_in_cluster(deployment(model, *pools, **spec)).choice.connector
 
 
 def test_models_with_windows_get_nixl_and_others_cleaves_connector() -> None:
@@ -54,21 +55,21 @@ def test_models_with_windows_get_nixl_and_others_cleaves_connector() -> None:
     [(HYBRID, "layers with states"), (INDEXED, "an indexer with own keys")],
 )
 def test_models_with_several_kinds_of_caches_get_nixl(config: dict[str, Any], why: str) -> None:
-    chosen = deployment_checks.choose_connector(deployment("org/new", config=config))
+    chosen = resolve_in_cluster(deployment("org/new", config=config)).choice
     assert chosen.connector is Connector.NIXL
     assert chosen.reason == f"new has {why}, which Cleave's connector does not move"
     named = deployment("org/new", config=config, engine={"connector": "Cleave"})
-    assert deployment_checks.choose_connector(named).fault == (
+    assert resolve_in_cluster(named).choice.fault == (
         f"spec.engine.connector: {chosen.reason}; set it to Nixl, or remove it"
     )
 
 
 def test_emulated_engines_keep_theirs_and_arguments_replace_the_choice() -> None:
     emulated = deployment(WINDOWS, engine={"type": "Emulated"})
-    assert deployment_checks.choose_connector(emulated).reason is None
+    assert resolve_in_cluster(emulated).choice.reason is None
     args = ['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}']
     replaced = deployment(WINDOWS, engine={"args": args})
-    assert deployment_checks.resolve_connector(replaced) == replaced
+    assert resolve_in_cluster(replaced).deployment == replaced
 
 
 @pytest.mark.parametrize("model", [WINDOWS, PLAIN])
@@ -85,15 +86,16 @@ def test_the_choice_is_that_of_a_spec_that_names_it_and_it_is_explained() -> Non
     chosen, named = deployment(WINDOWS), deployment(WINDOWS, engine={"connector": "Nixl"})
     assert hash_revision(chosen) == hash_revision(named)
     placement = choose_placement(chosen)
-    pools = build_pools(chosen, placement)
+    pools = build_pools(resolve_in_cluster(chosen), placement)
     assert {pool.spec.engine.connector for pool in pools} == {Connector.NIXL}
     assert (
-        "connector Nixl is used: gpt-oss-20b has" in build_selected_plan(chosen, placement).reason
+        "connector Nixl is used: gpt-oss-20b has"
+        in build_selected_plan(resolve_in_cluster(chosen), placement).reason
     )
-    (warning,) = deployment_checks.list_warnings(chosen)
+    (warning,) = resolve_in_cluster(chosen).warnings
     assert warning.startswith("spec.engine.connector: connector Nixl is used: gpt-oss-20b has")
-    assert not list(deployment_checks.list_warnings(named))
-    assert "connector" not in build_selected_plan(named, placement).reason
+    assert not resolve_in_cluster(named).warnings
+    assert "connector" not in build_selected_plan(resolve_in_cluster(named), placement).reason
 
 
 def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is_no_other() -> None:
@@ -101,10 +103,10 @@ def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is
         {"role": "prefill", "parallelism": {"tensor": 8}},
         {"role": "decode", "parallelism": {"tensor": 4}},
     ]
-    assert not list(deployment_checks.list_parallelism_faults(deployment(WINDOWS, *pools)))
+    assert not resolve_in_cluster(deployment(WINDOWS, *pools)).parallelism_faults
     pools[0]["parallelism"] = {"tensor": 2}
     pools[1]["parallelism"] = {"tensor": 3}
-    faults = list(deployment_checks.list_parallelism_faults(deployment(WINDOWS, *pools)))
+    faults = resolve_in_cluster(deployment(WINDOWS, *pools)).parallelism_faults
     assert any("must be a multiple" in fault for fault in faults)
     assert not any("spec.engine.connector" in fault for fault in faults)
 
@@ -125,10 +127,10 @@ def test_sizes_that_nixl_cannot_pair_are_not_blamed_on_the_choice_where_there_is
 )
 def test_drafting_layers_with_kv_get_nixl(speculation: str, method: str | None) -> None:
     args = ["--speculative-config", speculation]
-    chosen = deployment_checks.choose_connector(deployment(PLAIN, engine={"args": args}))
+    chosen = resolve_in_cluster(deployment(PLAIN, engine={"args": args})).choice
     named = deployment(PLAIN, engine={"args": args, "connector": "Cleave"})
     early = deployment(PLAIN, engine={"args": args, "transfer": "PerLayer"})
-    faults = [deployment_checks.choose_connector(each).fault for each in (named, early)]
+    faults = [resolve_in_cluster(each).choice.fault for each in (named, early)]
     if method is None:
         assert (chosen.connector, faults) == (Connector.CLEAVE, [None, None])
         return

@@ -21,9 +21,9 @@ from cleave.api.model import ModelSpec
 from cleave.api.plan import ManualPool
 from cleave.api.resource import Metadata
 from cleave.api.role import Parallelism, Role
-from cleave.planner import deployment_checks
 from cleave.planner.placement import PlanError, choose_placement, resolve_paths
 from cleave.planner.plan import PlannedPool
+from cleave.planner.resolved_deployment import resolve, resolve_in_cluster
 
 from tests.support.fake_cluster import chat
 
@@ -49,7 +49,7 @@ def emulated_by(profile: str) -> DeploymentEngine:
 def test_without_a_word_on_placement_there_is_one_instance_per_phase_and_the_reason_is_honest() -> (
     None
 ):
-    placement = choose_placement(deployment())
+    placement = choose_placement(resolve(deployment()))
     assert placement.pools == (PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1))
     assert placement.reason == (
         "default placement (1 prefill + 1 decode): "
@@ -61,22 +61,26 @@ def test_a_model_with_windows_is_refused_with_the_connector_that_moves_one_kind_
     own_connector = DeploymentEngine(connector=Connector.CLEAVE)
     for model in ("openai/gpt-oss-120b", "openai/gpt-oss-20b"):
         with pytest.raises(PlanError, match=r"spec\.engine\.connector: .* set it to Nixl"):
-            choose_placement(deployment(model=model, engine=own_connector))
+            choose_placement(resolve(deployment(model=model, engine=own_connector)))
         layers = DeploymentEngine(transfer=TransferMode.PER_LAYER)
         with pytest.raises(PlanError, match=r"spec\.engine\.transfer: .* remove it"):
-            choose_placement(deployment(model=model, engine=layers))
-        choose_placement(deployment(model=model))
-        choose_placement(deployment(model=model, engine=DeploymentEngine(connector=Connector.NIXL)))
+            choose_placement(resolve(deployment(model=model, engine=layers)))
+        choose_placement(resolve(deployment(model=model)))
+        choose_placement(
+            resolve(deployment(model=model, engine=DeploymentEngine(connector=Connector.NIXL)))
+        )
         own = DeploymentEngine(args=['--kv-transfer-config={"kv_connector": "LMCacheConnectorV1"}'])
-        choose_placement(deployment(model=model, engine=own))
+        choose_placement(resolve(deployment(model=model, engine=own)))
 
 
 def test_a_manual_placement_is_used_unchanged_in_the_order_of_roles() -> None:
     placement = choose_placement(
-        deployment(
-            ManualPool(role=Role.MIXED),
-            ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=2)),
-            ManualPool(role=Role.PREFILL, replicas=2),
+        resolve(
+            deployment(
+                ManualPool(role=Role.MIXED),
+                ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=2)),
+                ManualPool(role=Role.PREFILL, replicas=2),
+            )
         )
     )
     assert placement.pools == (
@@ -91,20 +95,27 @@ def test_parallel_sizes_that_the_model_does_not_take_are_faults() -> None:
     wide = ManualPool(role=Role.PREFILL, parallelism=Parallelism(tensor=8))
     narrow = ManualPool(role=Role.DECODE)
     nixl = DeploymentEngine(connector=Connector.NIXL)
-    assert choose_placement(deployment(wide, narrow, model="org/unknown", engine=nixl)).gpus == 9
+    assert (
+        choose_placement(resolve(deployment(wide, narrow, model="org/unknown", engine=nixl))).gpus
+        == 9
+    )
     with pytest.raises(PlanError, match="1 cannot take KV from prefill instances with 8"):
-        choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B", engine=nixl))
-    assert choose_placement(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B")).gpus == 9
+        choose_placement(resolve(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B", engine=nixl)))
+    assert choose_placement(resolve(deployment(wide, narrow, model="Qwen/Qwen3-30B-A3B"))).gpus == 9
     odd = ManualPool(role=Role.DECODE, parallelism=Parallelism(tensor=3))
     with pytest.raises(PlanError, match="40 attention heads cannot be shared by 3 GPUs"):
-        choose_placement(deployment(odd, model="facebook/opt-13b"))
+        choose_placement(resolve(deployment(odd, model="facebook/opt-13b")))
 
 
 def test_gpus_and_replicas_are_counted_over_all_pools() -> None:
     placement = choose_placement(
-        deployment(
-            ManualPool(role=Role.PREFILL, replicas=2),
-            ManualPool(role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=4, pipeline=2)),
+        resolve(
+            deployment(
+                ManualPool(role=Role.PREFILL, replicas=2),
+                ManualPool(
+                    role=Role.DECODE, replicas=3, parallelism=Parallelism(tensor=4, pipeline=2)
+                ),
+            )
         )
     )
     assert placement.gpus == 2 + 3 * 8
@@ -117,7 +128,7 @@ def test_an_unknown_latency_profile_is_one_fault_that_names_its_field_and_those_
         type=EngineType.EMULATED, emulated=Emulation(latency="distserve/opt-13b/tp3")
     )
     with pytest.raises(PlanError) as raised:
-        choose_placement(deployment(engine=unknown))
+        choose_placement(resolve(deployment(engine=unknown)))
     (fault,) = raised.value.faults
     assert fault.startswith("spec.engine.emulated.latency: no latency profile 'distserve/opt-13b/")
     assert "distserve/opt-13b/tp1" in fault
@@ -134,12 +145,12 @@ def test_a_profile_in_a_file_is_looked_for_beside_the_manifest() -> None:
 
 def test_a_profile_that_only_the_workers_have_is_not_opened_where_that_is_said() -> None:
     elsewhere = deployment(engine=emulated_by("/profiles/own.yaml"))
-    assert choose_placement(elsewhere, reads_files=False).count_replicas(Role.DECODE) == 1
+    assert choose_placement(resolve_in_cluster(elsewhere)).count_replicas(Role.DECODE) == 1
     with pytest.raises(PlanError):
-        choose_placement(elsewhere)
+        choose_placement(resolve(elsewhere))
     unknown = deployment(engine=emulated_by("distserve/opt-13b/tp3"))
     with pytest.raises(PlanError):
-        choose_placement(unknown, reads_files=False)
+        choose_placement(resolve(unknown))
 
 
 def test_the_operator_waits_for_an_engines_report_and_one_machine_does_not() -> None:
@@ -147,8 +158,8 @@ def test_the_operator_waits_for_an_engines_report_and_one_machine_does_not() -> 
     engine = {"type": "vLLM"}
     document = chat(model="org/unknown-1", workload=workload, engine=engine)
     unknown = LLMDeployment.model_validate(document)
-    for reads_files, waits in ((False, True), (True, False)):
-        reason = choose_placement(unknown, reads_files=reads_files).reason
-        warnings = " ".join(deployment_checks.list_warnings(unknown, reads_files=reads_files))
+    for resolved, waits in ((resolve_in_cluster(unknown), True), (resolve(unknown), False)):
+        reason = choose_placement(resolved).reason
+        warnings = " ".join(resolved.warnings)
         for text in (reason, warnings):
             assert ("until the first engine has reported the model" in text) is waits

@@ -18,8 +18,9 @@ from cleave.controller.views import DeploymentView, DriftState
 from cleave.gateway.metrics.gateway_metrics import TPOT_BOUNDS_S, TTFT_BOUNDS_S
 from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import build_pools as make_pools
+from cleave.manifests.pool import build_pools
 from cleave.planner.replan.revision import ReplanVerdict
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.traffic.window import TrafficWindow
 from cleave.traffic.workload import build_from_spec
 
@@ -59,7 +60,7 @@ def status(
         "lastTransitionTime": format_timestamp(settled_s),
     }
     return {
-        "plan": plan(PlanInputs(deployment_object, INVENTORY).hash_with(None)),
+        "plan": plan(PlanInputs(resolve_in_cluster(deployment_object), INVENTORY).hash_with(None)),
         "conditions": [condition],
         **more,
     }
@@ -97,10 +98,10 @@ def own_accounts(deployment_object: LLMDeployment) -> dict[tuple[str, str], Obse
 
 def view(deployment_object: LLMDeployment, status: Manifest, **fields: Any) -> DeploymentView:
     """The controller's view of a deployment, with drift computed from `windows`."""
-    pools = make_pools(deployment_object, read_placement(status["plan"]))
+    pools = build_pools(resolve_in_cluster(deployment_object), read_placement(status["plan"]))
     drift = update_drift(DriftState(), deployment_object, status, fields.get("windows", ()))
     return DeploymentView(
-        deployment_object,
+        resolve_in_cluster(deployment_object),
         INVENTORY,
         NOW_S,
         status=status,
@@ -123,7 +124,7 @@ def reviewed(
     assert question.review is not None
     at = format_timestamp(question.review.at_s)
     prediction = CurrentPrediction.model_validate({"at": at, "attainment": 0.9, "error": 0.1})
-    model_hash = PlanInputs(deployment_object, INVENTORY).model_hash
+    model_hash = PlanInputs(resolve_in_cluster(deployment_object), INVENTORY).model_hash
     correction = None if decode == 1 else LatencyCorrection(decode=decode, of=model_hash)
     result = ReviewResult(verdict, "because", holds, "it holds", prediction, correction)
     return replace(question, review_result=result, plan=plan("", pools) if pools else None)

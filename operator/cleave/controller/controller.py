@@ -454,7 +454,7 @@ class Controller:
         ]
         machines = self.find_machines(key, resource)
         view = DeploymentView(
-            deployment=resource,
+            resolved=cached.resolved,
             inventory=replace(self._get_inventory(resource), node_counts_hash=machines.counts_hash),
             now_s=self._now(),
             status=cached.status,

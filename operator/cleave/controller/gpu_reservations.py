@@ -29,6 +29,7 @@ from cleave.manifests.pool import build_pools
 from cleave.manifests.resources import Device
 from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import PlanError, choose_placement
+from cleave.planner.resolved_deployment import ResolvedDeployment
 
 Reclaimed = Mapping[ResourceKey, frozenset[str]]
 """Names of instances by deployment."""
@@ -216,7 +217,7 @@ class GpuReservations:
         }
         if cached is not None and isinstance(cached.resource, LLMDeployment):
             plan = self._plans.get(key) or (None if pools else cached.status.get("plan"))
-            for pool in self._build_pools(cached.resource, plan, is_new=not pools):
+            for pool in self._build_pools(cached.resolved, plan, is_new=not pools):
                 before = pools.get(pool.name)
                 if before is None or before.spec.owner is ReplicasOwner.PLAN:
                     pools[pool.name] = pool
@@ -224,21 +225,21 @@ class GpuReservations:
             yield pool, self._cache.list_pods(ResourceKey(POOLS, key.namespace, name))
 
     def _build_pools(
-        self, deployment: LLMDeployment, plan: Manifest | None, *, is_new: bool
+        self, resolved: ResolvedDeployment, plan: Manifest | None, *, is_new: bool
     ) -> list[InstancePool]:
         """The pools that the next reconcile will apply; none where the present ones stay.
         `is_new`: it has none."""
-        spec = deployment.spec
-        if deployment.metadata.deletion_timestamp is not None or spec.paused:
+        spec = resolved.spec
+        if resolved.written.metadata.deletion_timestamp is not None or spec.paused:
             return []
         try:
             if plan is not None:
                 placement = read_placement(plan)
             elif is_new and spec.placement is not None:
-                placement = choose_placement(deployment, reads_files=False)
+                placement = choose_placement(resolved)
             else:
                 return []
-            return build_pools(deployment, placement, self._get_topology(deployment))
+            return build_pools(resolved, placement, self._get_topology(resolved.written))
         except (ValueError, PlanError):
             # A later version wrote the plan; or the spec is faulty, or needs more nodes than a pool
             # may have, and nothing starts. Other deployments must not learn of it.

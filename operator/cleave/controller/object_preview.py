@@ -17,6 +17,7 @@ from cleave.manifests.labels import Manifest, build_object
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.topology import NodeTopology
 from cleave.planner.placement import Placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 
 def list_objects(
@@ -26,9 +27,10 @@ def list_objects(
     settings: OperatorSettings,
 ) -> Iterator[Manifest]:
     """Yield the objects of a deployment, then each pool and the pods of its first instance."""
-    thresholds = get_thresholds(deployment, build_selected_plan(deployment, placement))
+    resolved = resolve_in_cluster(deployment)
+    thresholds = get_thresholds(deployment, build_selected_plan(resolved, placement))
     yield from build_owned_objects(deployment, settings, thresholds)
-    for pool in build_pools(deployment, placement, machines):
+    for pool in build_pools(resolved, placement, machines):
         spec = pool.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
         yield build_object(
             pool.api_version, pool.kind, pool.name, pool.namespace, pool.metadata.labels, spec=spec

@@ -89,9 +89,7 @@ class TrafficPoller:
             self.scraper.forget(key)
             return
         has_window = await self.scraper.scrape(key, gateways)
-        is_complete = has_window and (
-            self.scraper.is_minute_complete(key) or self._is_urgent(key, resource)
-        )
+        is_complete = has_window and (self.scraper.is_minute_complete(key) or self._is_urgent(key))
         # Scheduled peaks begin whether or not the gateways respond.
         if is_scaled or is_complete:
             self._enqueue(key)
@@ -134,11 +132,12 @@ class TrafficPoller:
         self.scraper.forget(key)
         self._activator.forget(key)
 
-    def _is_urgent(self, key: ResourceKey, deployment: LLMDeployment) -> bool:
+    def _is_urgent(self, key: ResourceKey) -> bool:
         cached = self._cache.get(key)
-        status = cached.status if cached else {}
-        state = self.update_drift(key, deployment, status)
-        return reconcile.is_urgent(state, deployment, status)
+        if cached is None:
+            return False
+        state = self.update_drift(key, cached.resolved.written, cached.status)
+        return reconcile.is_urgent(state, cached.resolved, cached.status)
 
     def _may_wait(self, key: ResourceKey) -> bool:
         resource = self._get_deployment(key)

@@ -21,6 +21,7 @@ from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.credentials import Accounts, name_accounts
 from cleave.manifests.labels import Manifest, get_gateway_name
+from cleave.planner.resolved_deployment import ResolvedDeployment
 from cleave.rpc.fleet_status import FleetInstance
 from cleave.traffic.drift_detector import DriftDetector, TrafficChange
 from cleave.traffic.window import TrafficWindow
@@ -73,7 +74,7 @@ class TrafficDemand:
 class DeploymentView:
     """An LLMDeployment with everything that its reconcile reads; derived values are cached."""
 
-    deployment: LLMDeployment
+    resolved: ResolvedDeployment
     """With the API server's metadata; without its status."""
     inventory: Inventory
     now_s: float
@@ -121,10 +122,15 @@ class DeploymentView:
         """Its present pools."""
         return {pool.spec.role: pool for pool in self.pools}
 
+    @property
+    def deployment(self) -> LLMDeployment:
+        """As its author wrote it."""
+        return self.resolved.written
+
     @cached_property
     def plan_inputs(self) -> PlanInputs:
         """Inputs of its plan."""
-        return PlanInputs(self.deployment, self.inventory, self.model_fault)
+        return PlanInputs(self.resolved, self.inventory, self.model_fault)
 
     @property
     def has_accounts(self) -> bool:

@@ -29,9 +29,9 @@ from cleave.manifests.labels import ROLE, Manifest
 from cleave.manifests.pool import build_pools, build_selected_plan
 from cleave.manifests.resources import Device
 from cleave.perf.hardware import memory
-from cleave.perf.model import model_source
-from cleave.planner.deployment_checks import explain_unknown_model, resolve_connector
+from cleave.perf.model.model_shape import ModelShape
 from cleave.planner.placement import Placement, choose_placement
+from cleave.planner.resolved_deployment import ResolvedDeployment, resolve
 from cleave.planner.result.text import strip_verdict
 
 if TYPE_CHECKING:
@@ -61,9 +61,10 @@ def decide_placement(
     the input is invalid, DeploymentStartError when no plan meets the SLO, and MissingExtraError
     when planning is needed and the planner is not installed.
     """
-    problem = _build_problem(deployment, folder, cluster)
+    resolved = resolve(deployment)
+    problem = _build_problem(resolved, folder, cluster)
     if problem is None:
-        return choose_placement(deployment)
+        return choose_placement(resolved)
     # Compiled simulations are slow to load, and manual placements do not need them.
     from cleave.planner import plan_search
 
@@ -76,15 +77,15 @@ def decide_placement(
 
 
 def _build_problem(
-    deployment: LLMDeployment, folder: Path, cluster: Cluster | None
+    resolved: ResolvedDeployment, folder: Path, cluster: Cluster | None
 ) -> "Problem | None":
     """The planning problem; None: nothing to plan, or the planner does not know the model."""
-    spec = deployment.spec
+    deployment, spec = resolved.written, resolved.spec
     if spec.placement is not None or spec.workload is None:
         return None
     if spec.engine.type is not EngineType.EMULATED and cluster is None:
         return None
-    is_unknown = explain_unknown_model(deployment) is not None
+    is_unknown = resolved.unknown_model is not None
     if is_unknown and spec.workload.trace is None:
         return None
     distribution.require("planner")
@@ -114,10 +115,9 @@ def build_launch_plan(
     from cleave.manifests.cell_pod import build_cell_pod, has_several_engines
     from cleave.manifests.worker import build_worker_pod
 
-    # Unlike the operator, this machine reads the model's folder.
-    deployment = resolve_connector(deployment)
+    resolved = resolve(deployment)
     device: Device = "gpu" if node.gpus else "cpu"
-    pools = build_pools(deployment, placement)
+    pools = build_pools(resolved, placement)
     workers = [
         (build_cell_pod if has_several_engines(pool.spec) else build_worker_pod)(
             pool, ordinal, device=device
@@ -125,12 +125,12 @@ def build_launch_plan(
         for pool in pools
         for ordinal in range(pool.spec.replicas)
     ]
-    if faults := list(_list_memory_faults(deployment, pools, workers, node)):
+    if faults := list(_list_memory_faults(resolved.shape, pools, workers, node)):
         raise DeploymentStartError(faults)
-    plan = build_selected_plan(deployment, placement)
+    plan = build_selected_plan(resolved, placement)
     internal_port = find_internal_port(port)
     gateway = build_gateway_pod(
-        deployment, host=HOST_IP, port=port, internal_port=internal_port, plan=plan
+        resolved.deployment, host=HOST_IP, port=port, internal_port=internal_port, plan=plan
     )
     return LaunchPlan(
         deployment=deployment.name,
@@ -145,16 +145,15 @@ def build_launch_plan(
 
 
 def _list_memory_faults(
-    deployment: LLMDeployment,
+    shape: ModelShape | None,
     pools: Sequence[InstancePool],
     workers: Sequence[Manifest],
     node: LocalNode,
 ) -> Iterator[str]:
     """A line per role whose weights exceed its GPUs' memory, or on CPU its pods' limit. Engines
     would take minutes to fail, or be killed while they load."""
-    if explain_unknown_model(deployment) or deployment.spec.engine.type is EngineType.EMULATED:
+    if shape is None:
         return
-    shape = model_source.load_shape(deployment.spec.model)
     limits = {
         worker["metadata"]["labels"][ROLE]: worker["spec"]["containers"][0]["resources"]["limits"]
         for worker in workers

@@ -8,7 +8,6 @@ pods, also on one node, except inside a cell that is one pod.
 from functools import reduce
 
 from cleave.api.cluster import Cluster
-from cleave.api.deployment import LLMDeployment
 from cleave.api.engine import EngineType
 from cleave.api.manifest import ManifestError
 from cleave.api.role import Role
@@ -18,18 +17,18 @@ from cleave.perf.hardware.gpu import Gpu, UnknownGpuError, find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.hardware.link import Link, select_slower
 from cleave.perf.model.model_shape import ModelShape
-from cleave.planner.deployment_checks import resolve_connector
 from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedKvLink, PlannedPool
+from cleave.planner.resolved_deployment import ResolvedDeployment
 from cleave.planner.search.affinity import SHARE_OF_TTFT
 
 
 def find_kv_link(
-    deployment: LLMDeployment, placement: Placement, cluster: Cluster, machines: NodeTopology
+    resolved: ResolvedDeployment, placement: Placement, cluster: Cluster, machines: NodeTopology
 ) -> PlannedKvLink | None:
     """The link and its rate; None: no KV is transferred, engines are emulated, or a GPU is not
     known. `machines`: of the same nodes as `cluster`."""
-    link = _select_link(deployment, placement, cluster, machines)
+    link = _select_link(resolved, placement, cluster, machines)
     if link is None:
         return None
     sent, received = (
@@ -40,7 +39,7 @@ def find_kv_link(
 
 
 def explain_slow_link(
-    deployment: LLMDeployment,
+    resolved: ResolvedDeployment,
     placement: Placement,
     cluster: Cluster,
     machines: NodeTopology,
@@ -48,7 +47,7 @@ def explain_slow_link(
     prompt_tokens: float,
 ) -> str | None:
     """Why the KV of a mean prompt takes longer than a plan would accept; None: it does not."""
-    link = _select_link(deployment, placement, cluster, machines)
+    link = _select_link(resolved, placement, cluster, machines)
     if link is None:
         return None
     prefill, decode = (
@@ -56,7 +55,7 @@ def explain_slow_link(
     )
     moved = build_kv_transfer(shape, link, prefill, decode, 0.0)
     moved_ms = moved.compute_serialized_ms(prompt_tokens)
-    share = moved_ms / deployment.spec.slo.ttft_ms
+    share = moved_ms / resolved.spec.slo.ttft_ms
     if share <= SHARE_OF_TTFT:
         return None
     return (
@@ -74,9 +73,9 @@ def _split(placement: Placement) -> tuple[list[PlannedPool], list[PlannedPool]]:
 
 
 def _select_link(
-    deployment: LLMDeployment, placement: Placement, cluster: Cluster, machines: NodeTopology
+    resolved: ResolvedDeployment, placement: Placement, cluster: Cluster, machines: NodeTopology
 ) -> Link | None:
-    spec = resolve_connector(deployment, reads_files=False).spec
+    spec = resolved.deployment.spec
     if spec.engine.type is EngineType.EMULATED or not all(_split(placement)):
         return None
     try:

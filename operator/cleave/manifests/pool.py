@@ -24,9 +24,9 @@ from cleave.manifests.topology import (
     count_nodes,
     fits_one_pod,
 )
-from cleave.planner.deployment_checks import describe_connector, resolve_connector
-from cleave.planner.placement import Placement, with_max_model_len
+from cleave.planner.placement import Placement
 from cleave.planner.plan import PlannedPool
+from cleave.planner.resolved_deployment import ResolvedDeployment
 from cleave.planner.result.status import (
     build_kv_link,
     build_plan_option,
@@ -39,14 +39,13 @@ _REVISION_DIGITS = 10
 
 
 def build_pools(
-    deployment: LLMDeployment,
+    resolved: ResolvedDeployment,
     placement: Placement,
     machines: NodeTopology = NodeTopology(),  # noqa: B008 - a frozen value
 ) -> list[InstancePool]:
     """Return the pools of a placement, in its order; `machines`: GPUs of the nodes."""
-    deployment = with_max_model_len(deployment, placement.max_model_len)
-    deployment = resolve_connector(deployment, reads_files=False)
-    revision_hash = hash_revision(deployment)
+    resolved = resolved.with_max_model_len(placement.max_model_len)
+    deployment, revision_hash = resolved.deployment, hash_revision(resolved)
     kinds = _list_kinds(deployment, placement)
     if deployment.spec.can_share_gpu_memory and fits_one_pod(kinds, machines):
         return [_build_cell_pool(deployment, placement, revision_hash)]
@@ -56,7 +55,7 @@ def build_pools(
     ]
 
 
-def hash_revision(deployment: LLMDeployment) -> str:
+def hash_revision(resolved: ResolvedDeployment) -> str:
     """Hash the fields that prefill and decode instances must share: model and engine.
 
     The volume or image with the model's files belongs to the model; what they contain, engines find
@@ -65,7 +64,7 @@ def hash_revision(deployment: LLMDeployment) -> str:
     one role have in addition: it is part of their pool. Cleave's version is
     included through the default image, as it decides the version of vLLM.
     """
-    spec = resolve_connector(deployment, reads_files=False).spec
+    spec = resolved.deployment.spec
     # Without defaults, so that a field which a later version adds changes no revision.
     parts = (
         spec.model.model_dump_json(
@@ -90,16 +89,15 @@ def _exclude_cache(model: ModelSpec) -> Literal[True] | dict[str, Any]:
 
 
 def build_selected_plan(
-    deployment: LLMDeployment, placement: Placement, growth: PlanGrowth | None = None
+    resolved: ResolvedDeployment, placement: Placement, growth: PlanGrowth | None = None
 ) -> SelectedPlan:
     """Return the current placement, for `status.plan`."""
     result = placement.result
     selected = result.selected if result else None
-    deployment = with_max_model_len(deployment, placement.max_model_len)
-    chosen = describe_connector(deployment, reads_files=False)
+    resolved = resolved.with_max_model_len(placement.max_model_len)
     return SelectedPlan(
-        revision=hash_revision(deployment),
-        reason="; ".join(filter(None, (placement.reason, chosen))),
+        revision=hash_revision(resolved),
+        reason="; ".join(filter(None, (placement.reason, resolved.choice.describe()))),
         gpus=placement.gpus,
         pools=to_role_pools(placement.pools),
         algorithm=selected.algorithm if selected else "",

@@ -198,7 +198,7 @@ def _is_shared(name: str) -> bool:
 def find_weight_bytes(model: ModelSpec) -> int | None:
     """Bytes of a known model's weights; None: not known, as the operator reads no folder."""
     try:
-        return model_source.load_shape(model, reads_files=False).weight_bytes
+        return model_source.load_known_shape(model).weight_bytes
     except UnknownModelError:
         return None
 

@@ -35,15 +35,18 @@ def load_profile(name: str) -> NamedProfile:
     UnknownProfileError, which lists the known names or what the file lacks."""
     if is_profile_file(name):
         return _load_file(name)
-    fit = distserve.FITS.get(name)
-    if fit is None:
-        raise UnknownProfileError(
-            f"no latency profile {name!r}; known are: {', '.join(list_names())}, "
-            f"and files ending in {', '.join(_SUFFIXES)}"
-        )
+    fit = _find_fit(name)
     _, model, parallelism = name.split("/")
     capacity = distserve.KV_CAPACITY_TOKENS[model][int(parallelism.removeprefix("tp")), 1]
     return NamedProfile(name, model, to_timing(fit), capacity)
+
+
+def check_profile(name: str) -> None:
+    """Raise UnknownProfileError where `load_profile` would."""
+    if is_profile_file(name):
+        _load_file(name)
+    else:
+        _find_fit(name)
 
 
 def is_profile_file(name: str) -> bool:
@@ -71,6 +74,16 @@ def to_timing(fit: distserve.PublishedFit, stages: int = 1) -> EngineTiming:
         decode_context_ms=tuple(each.per_token_ms for each in decode),
         stages=stages,
     )
+
+
+def _find_fit(name: str) -> distserve.PublishedFit:
+    fit = distserve.FITS.get(name)
+    if fit is None:
+        raise UnknownProfileError(
+            f"no latency profile {name!r}; known are: {', '.join(list_names())}, "
+            f"and files ending in {', '.join(_SUFFIXES)}"
+        )
+    return fit
 
 
 def _load_file(path: str) -> NamedProfile:

@@ -1,6 +1,6 @@
 """Chooses the KV connector of a deployment whose `engine.connector` is absent. Pure.
 
-Called by `deployment_checks`, which knows the model's dimensions. Cleave's connector is the
+Called by `resolved_deployment`, which knows the model's dimensions. Cleave's connector is the
 default; vLLM's NixlConnector is chosen only where Cleave's cannot do the work
 (docs/decisions/kv-connector.md).
 """
@@ -34,6 +34,11 @@ class ConnectorChoice:
     """Why it is another than the default although the spec names none."""
     fault: str | None = None
     """`path: why` engines would end at start with it."""
+
+    def describe(self) -> str | None:
+        """A sentence about a connector that was chosen for the user; None: the default or the
+        spec's is in use."""
+        return self.reason and f"connector {self.connector} is used: {self.reason}"
 
 
 def choose_connector(spec: LLMDeploymentSpec, shape: ModelShape | None) -> ConnectorChoice:

@@ -1,46 +1,31 @@
 """Checks of a deployment's model: what it allows, and what the planner does not know. Pure.
 
-Called by `placement.choose_placement` (for every way to start a deployment), by the operator's
-admission webhook and by the command line, so that all of them report the same. Emulated engines
-have no weights to shard and stand in for any model.
+Called by `ResolvedDeployment`, which keeps the answers. `shape`: of the deployment's model; None:
+not known, or engines are emulated: they have no weights to shard and stand in for any model.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 
-from cleave.api.deployment import LLMDeployment, LLMDeploymentSpec
+from cleave.api.deployment import LLMDeploymentSpec
 from cleave.api.engine import NO_PREFIX_CACHING, Connector, EngineType
 from cleave.api.model import Dtype
 from cleave.api.pods.worker_template import WorkerTemplate
 from cleave.api.role import Role
 from cleave.perf.model import model_source
-from cleave.perf.model.model_shape import UnknownModelError
-from cleave.planner import argument_checks, connector_choice, template_checks
+from cleave.perf.model.model_shape import ModelShape
+from cleave.planner import argument_checks, template_checks
 from cleave.planner.connector_choice import ConnectorChoice
 
 _METHODS_WITH_FLOAT32 = ("compressed-tensors", "torchao", "bitsandbytes", "gguf")
 """Of vLLM's quantisation (`get_supported_act_dtypes`)."""
 
 
-def explain_unknown_model(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
-    """Why the planner does not know the model's dimensions; None: it does. Without `reads_files` a
-    model folder is not read."""
-    model_spec = deployment.spec.model
-    if deployment.spec.engine.type is EngineType.EMULATED:
-        return None
-    try:
-        model_source.load_shape(model_spec, reads_files=reads_files)
-    except UnknownModelError as error:
-        return str(error)
-    return None
-
-
-def list_start_faults(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
+def list_start_faults(spec: LLMDeploymentSpec, shape: ModelShape | None) -> Iterator[str]:
     """Settings with which no pod is created, no engine starts, or nothing could be requested."""
-    spec = deployment.spec
     yield from template_checks.list_template_faults(spec.template)
     yield from _name_pools(spec, argument_checks.list_argument_faults(spec.engine))
-    if fault := _find_model_fault(deployment, reads_files=reads_files):
+    if fault := _find_model_fault(spec, shape):
         yield fault
 
 
@@ -56,20 +41,17 @@ def _name_pools(spec: LLMDeploymentSpec, lines: Iterator[str]) -> Iterator[str]:
         yield written.get(field, "") + line.removeprefix(field)
 
 
-def _find_model_fault(deployment: LLMDeployment, *, reads_files: bool) -> str | None:
+def _find_model_fault(spec: LLMDeploymentSpec, shape: ModelShape | None) -> str | None:
     """Why no engine starts with this model, or an adapter could never be requested; None: neither
     is known."""
-    spec = deployment.spec
     names = Counter([spec.model.name, *spec.gateway.model_aliases])
     if twice := [name for name, count in names.items() if count > 1]:
         return f"spec.gateway.modelAliases: {twice[0]} names the model already; remove it"
     if taken := [each.name for each in spec.adapters if each.name in names]:
         return f"spec.adapters: {taken[0]} is the name of the model itself; choose another name"
-    if spec.model.dtype != Dtype.FLOAT32 or spec.engine.type is EngineType.EMULATED:
+    if spec.model.dtype != Dtype.FLOAT32 or shape is None:
         return None
-    if explain_unknown_model(deployment, reads_files=reads_files):
-        return None
-    own = model_source.load_shape(spec.model, reads_files=reads_files).quantization
+    own = shape.quantization
     method = own.method if own else spec.engine.get_flag_value("--quantization")
     if method is None or method in _METHODS_WITH_FLOAT32:
         return None
@@ -77,14 +59,11 @@ def _find_model_fault(deployment: LLMDeployment, *, reads_files: bool) -> str | 
 
 
 def list_parallelism_faults(
-    deployment: LLMDeployment, *, reads_files: bool = True
+    spec: LLMDeploymentSpec, shape: ModelShape | None, connector: Connector
 ) -> Iterator[str]:
     """Manual parallel sizes that the model, or the connector between roles, does not allow."""
-    spec = deployment.spec
     if spec.placement is None or spec.engine.type is EngineType.EMULATED:
         return
-    unknown = explain_unknown_model(deployment, reads_files=reads_files)
-    shape = None if unknown else model_source.load_shape(spec.model, reads_files=reads_files)
     pools = spec.placement.manual
     is_mig = "/mig-" in spec.template.gpu_resource
     for index, pool in enumerate(pools):
@@ -101,7 +80,6 @@ def list_parallelism_faults(
         if shape and reason:
             yield f"spec.placement.manual[{index}].parallelism: {shape.name}: {reason}"
     heads = shape.shardable_kv_heads if shape else None
-    connector = choose_connector(deployment, reads_files=reads_files).connector
     # Cleave's connector takes any sizes, but one kind of KV.
     has_other = shape is None or shape.has_one_kind_of_cache
     remedy = ", or spec.engine.connector Cleave" if has_other else ""
@@ -155,37 +133,11 @@ def list_gpu_overrides(template: WorkerTemplate) -> Iterator[str]:
         )
 
 
-def choose_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> ConnectorChoice:
-    """The KV connector that this deployment's engines use, and why."""
-    unknown = explain_unknown_model(deployment, reads_files=reads_files)
-    is_emulated = deployment.spec.engine.type is EngineType.EMULATED
-    is_known = unknown is None and not is_emulated
-    model = deployment.spec.model
-    shape = model_source.load_shape(model, reads_files=reads_files) if is_known else None
-    return connector_choice.choose_connector(deployment.spec, shape)
-
-
-def resolve_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> LLMDeployment:
-    """The deployment with the connector in use as `engine.connector`, where that is not the
-    default."""
-    choice = choose_connector(deployment, reads_files=reads_files)
-    if choice.reason is None:
-        return deployment
-    engine = deployment.spec.engine.model_copy(update={"connector": choice.connector})
-    spec = deployment.spec.model_copy(update={"engine": engine})
-    return deployment.model_copy(update={"spec": spec})
-
-
-def describe_connector(deployment: LLMDeployment, *, reads_files: bool = True) -> str | None:
-    """A sentence about a connector that was chosen for the user; None: the default or the spec's
-    is in use."""
-    choice = choose_connector(deployment, reads_files=reads_files)
-    return choice.reason and f"connector {choice.connector} is used: {choice.reason}"
-
-
-def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Iterator[str]:
-    """Warnings: legal settings that are probably mistakes or limit the planner."""
-    spec = deployment.spec
+def list_warnings(
+    spec: LLMDeploymentSpec, choice: ConnectorChoice, unknown_model: str | None, *, in_cluster: bool
+) -> Iterator[str]:
+    """Legal settings that are probably mistakes or limit the planner. `unknown_model`: why its
+    dimensions are not known; None: they are."""
     for field, value in spec.slo.suspicious_targets.items():
         yield (
             f"spec.slo.{field}: {value:g} is {value:g} milliseconds; are these seconds? "
@@ -199,33 +151,33 @@ def list_warnings(deployment: LLMDeployment, *, reads_files: bool = True) -> Ite
             "spec.pools.flipping: prefill and decode engines differ (spec.engine.roles), so no "
             "instance changes its role while it runs; set Off to leave out this warning"
         )
-    if chosen := describe_connector(deployment, reads_files=reads_files):
+    if chosen := choice.describe():
         yield f"spec.engine.connector: {chosen}; name it to leave out this warning"
-    why = explain_unknown_model(deployment, reads_files=reads_files)
     config = spec.model.config
     # The operator reads the ConfigMap, which may come later, and says in the status if it cannot.
-    is_read_later = not reads_files and config is not None and config.inline is None
-    if why is None or is_read_later:
+    is_read_later = in_cluster and config is not None and config.inline is None
+    if unknown_model is None or is_read_later:
         return
     if spec.placement is None and spec.workload is not None:
-        until = "" if reads_files else " until the first engine has reported the model"
+        until = " until the first engine has reported the model" if in_cluster else ""
         yield (
-            f"{spec.model.shape_field}: {why}: nothing is planned{until}; one prefill and one "
-            "decode instance of one GPU each serve, and whether the weights fit is not known"
+            f"{spec.model.shape_field}: {unknown_model}: nothing is planned{until}; one prefill "
+            "and one decode instance of one GPU each serve, and whether the weights fit is not "
+            "known"
         )
         yield (
             f"spec.model.config: to have the model planned now, {model_source.REMEDY}; or set the "
             "instances in spec.placement.manual"
         )
-    connector = choose_connector(deployment, reads_files=reads_files).connector
-    if spec.placement is None or connector is not Connector.NIXL:
+    if spec.placement is None or choice.connector is not Connector.NIXL:
         return
     pools = spec.placement.manual
     for prefill in (pool.parallelism.tensor for pool in pools if pool.role is Role.PREFILL):
         for index, pool in enumerate(pools):
             if pool.role is not Role.PREFILL and pool.parallelism.tensor < prefill:
                 yield (
-                    f"spec.placement.manual[{index}].parallelism.tensor: {why}: with fewer than "
-                    f"{prefill} KV heads no KV can be sent from prefill instances with {prefill} "
-                    f"to {pool.parallelism.tensor}; spec.engine.connector Cleave takes any sizes"
+                    f"spec.placement.manual[{index}].parallelism.tensor: {unknown_model}: with "
+                    f"fewer than {prefill} KV heads no KV can be sent from prefill instances with "
+                    f"{prefill} to {pool.parallelism.tensor}; spec.engine.connector Cleave takes "
+                    "any sizes"
                 )

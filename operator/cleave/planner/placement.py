@@ -15,8 +15,8 @@ from cleave.api.plan import RolePool
 from cleave.api.role import Role
 from cleave.perf import named_profiles
 from cleave.perf.model import model_source
-from cleave.planner import deployment_checks
 from cleave.planner.plan import PlannedKvLink, PlannedPool, PlanningResult
+from cleave.planner.resolved_deployment import ResolvedDeployment
 
 
 class PlanError(ValueError):
@@ -53,40 +53,28 @@ class Placement:
         return sum(pool.replicas for pool in self.pools if pool.role is role)
 
 
-def choose_placement(deployment: LLMDeployment, *, reads_files: bool = True) -> Placement:
+def choose_placement(resolved: ResolvedDeployment) -> Placement:
     """The placement in spec.placement.manual, else one prefill and one decode instance.
 
-    Without `reads_files`, a latency profile in a file and a model in a folder are not read: they
-    are assumed to exist where the engines run. Raises PlanError.
+    In a cluster a latency profile in a file is assumed to exist where the engines run. Raises
+    PlanError.
     """
-    engine = deployment.spec.engine
-    if reads_files or not named_profiles.is_profile_file(engine.emulation.latency):
+    engine, manual = resolved.spec.engine, resolved.spec.placement
+    if not (resolved.is_in_cluster and named_profiles.is_profile_file(engine.emulation.latency)):
         _check_latency_profile(engine)
-    if fault := model_source.find_config_fault(deployment.spec.model):
+    if fault := model_source.find_config_fault(resolved.spec.model):
         raise PlanError([fault])
-    if faults := [*deployment_checks.list_start_faults(deployment, reads_files=reads_files)]:
-        raise PlanError(faults)
-    choice = deployment_checks.choose_connector(deployment, reads_files=reads_files)
-    if choice.fault:
-        raise PlanError([choice.fault])
-    manual = deployment.spec.placement
+    if resolved.start_faults:
+        raise PlanError(resolved.start_faults)
+    if resolved.choice.fault:
+        raise PlanError([resolved.choice.fault])
     if manual is None:
         smallest = PlannedPool(Role.PREFILL, 1), PlannedPool(Role.DECODE, 1)
-        return Placement(smallest, _explain_default(deployment, reads_files=reads_files))
-    faults = list(deployment_checks.list_parallelism_faults(deployment, reads_files=reads_files))
-    if faults:
-        raise PlanError(faults)
+        return Placement(smallest, _explain_default(resolved))
+    if resolved.parallelism_faults:
+        raise PlanError(resolved.parallelism_faults)
     pools = sorted(manual.manual, key=lambda pool: list(Role).index(pool.role))
     return Placement(tuple(map(to_planned_pool, pools)), reason="set in spec.placement.manual")
-
-
-def with_max_model_len(deployment: LLMDeployment, tokens: int | None) -> LLMDeployment:
-    """The deployment with `model.maxModelLen`; None: its own."""
-    if tokens is None:
-        return deployment
-    model = deployment.spec.model.model_copy(update={"max_model_len": tokens})
-    spec = deployment.spec.model_copy(update={"model": model})
-    return deployment.model_copy(update={"spec": spec})
 
 
 def to_planned_pool(pool: RolePool) -> PlannedPool:
@@ -115,20 +103,18 @@ def resolve_paths(deployment: LLMDeployment, folder: Path) -> LLMDeployment:
     return deployment.model_copy(update={"spec": spec})
 
 
-def _explain_default(deployment: LLMDeployment, *, reads_files: bool) -> str:
+def _explain_default(resolved: ResolvedDeployment) -> str:
     """Why nothing was planned and the default placement is used."""
     default = "default placement (1 prefill + 1 decode)"
-    if deployment.spec.workload is None:
+    if resolved.spec.workload is None:
         return f"{default}: no spec.workload to plan from and no spec.placement.manual"
-    unknown = deployment_checks.explain_unknown_model(deployment, reads_files=reads_files)
-    if unknown is None:
+    if resolved.unknown_model is None:
         return f"{default}: no cluster file with the machines and no spec.placement.manual"
-    # The operator follows its engines, and reads no files.
-    until = "" if reads_files else " until the first engine has reported the model"
+    until = " until the first engine has reported the model" if resolved.is_in_cluster else ""
     return (
         f"{default}, one GPU each: nothing is planned{until}, as the planner does not know the "
-        f"model {deployment.spec.model.source} ({unknown}); whether its weights fit one GPU is not "
-        f"known either. To plan it now, {model_source.REMEDY}; or set instances in "
+        f"model {resolved.spec.model.source} ({resolved.unknown_model}); whether its weights fit "
+        f"one GPU is not known either. To plan it now, {model_source.REMEDY}; or set instances in "
         "spec.placement.manual"
     )
 
@@ -138,6 +124,6 @@ def _check_latency_profile(engine: EngineSpec) -> None:
     if engine.type is not EngineType.EMULATED:
         return
     try:
-        named_profiles.load_profile(engine.emulation.latency)
+        named_profiles.check_profile(engine.emulation.latency)
     except named_profiles.UnknownProfileError as error:
         raise PlanError([f"spec.engine.emulated.latency: {error}"]) from error

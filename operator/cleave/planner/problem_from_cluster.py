@@ -20,13 +20,13 @@ from cleave.perf.hardware import inventory
 from cleave.perf.hardware.all_to_all import AllToAllBackend
 from cleave.perf.hardware.expert_group import BALANCED, UNBALANCED, ExpertSettings
 from cleave.perf.hardware.gpu import GPU_PRODUCT, Gpu, find_gpu
-from cleave.perf.model import model_source
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.speculation import SpeculatingEstimator
 from cleave.planner import deployment_checks, left_out, memory_flags
 from cleave.planner.deployment_shape import load_shape
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem, Supply, build_policies, limit_reuse
+from cleave.planner.resolved_deployment import ResolvedDeployment, resolve
 from cleave.planner.speculation import describe_speculation, find_speculation
 from cleave.traffic import characterization, workload
 from cleave.traffic.workload import Demand
@@ -49,12 +49,12 @@ def build_problem(
     Where the spec has no maxModelLen, plans may set it, as far as the traffic's requests fit;
     `keeps_limit`: they may not. Raises PlanError or ManifestError.
     """
-    spec = deployment_checks.resolve_connector(deployment).spec
+    resolved = resolve(deployment)
+    spec = resolved.deployment.spec
     memory_flags.check_args(spec)
     shape = load_shape(deployment)
-    choice = deployment_checks.choose_connector(deployment)
-    if choice.fault:
-        raise PlanError([choice.fault])
+    if resolved.choice.fault:
+        raise PlanError([resolved.choice.fault])
     kinds = _select_kinds(inventory.list_gpus(cluster, spec.planning.gpus), spec.template)
     longest = min(spec.model.max_model_len or shape.max_model_len, shape.max_model_len)
     traffic = build_demand(deployment, folder)
@@ -70,7 +70,7 @@ def build_problem(
         policies=build_policies(spec),
         seed=seed,
         notes=(
-            *_describe_deployment(deployment, shape, cluster),
+            *_describe_deployment(resolved, shape, cluster),
             *(f"{why}; not planned with" for why in inventory.list_unknown_gpus(cluster)),
             *inventory.list_unused_gpus(cluster),
             *characterization.list_remarks(traffic, longest),
@@ -107,14 +107,14 @@ def _build_estimator(
 
 
 def _describe_deployment(
-    deployment: LLMDeployment, shape: ModelShape, cluster: Cluster
+    resolved: ResolvedDeployment, shape: ModelShape, cluster: Cluster
 ) -> Iterator[str]:
     """What a plan assumes, leaves out and chooses for this deployment, a sentence each."""
-    spec = deployment_checks.resolve_connector(deployment).spec
+    spec = resolved.deployment.spec
     sentences = [
-        deployment_checks.describe_connector(deployment),
+        resolved.choice.describe(),
         deployment_checks.describe_gpu_parts(spec.template),
-        _describe_unplanned(deployment),
+        _describe_unplanned(resolved),
         describe_speculation(spec),
         _describe_encoders(shape, spec.engine),
         _describe_all_to_all(spec.engine),
@@ -180,12 +180,10 @@ def _select_kinds(kinds: dict[str, Gpu], template: WorkerTemplate) -> dict[str, 
     return selected
 
 
-def _describe_unplanned(deployment: LLMDeployment) -> str | None:
+def _describe_unplanned(resolved: ResolvedDeployment) -> str | None:
     """A sentence about a quantisation with which the plan does not count; None: there is none."""
-    model, engine = deployment.spec.model, deployment.spec.engine
-    shape = model_source.load_shape(model)
-    value = engine.get_flag_value("--quantization")
-    if value is not None and (why := shape.explain_unplanned(value)):
+    shape, value = resolved.shape, resolved.spec.engine.get_flag_value("--quantization")
+    if shape is not None and value is not None and (why := shape.explain_unplanned(value)):
         return f"spec.engine.args: --quantization {why}"
     return None
 

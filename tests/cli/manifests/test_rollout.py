@@ -10,7 +10,8 @@ from typer.testing import CliRunner, Result
 
 from cleave.api.manifest import load
 from cleave.cli.main import app
-from cleave.manifests.pool import hash_revision
+
+from tests.support.built_pools import hash_revision
 
 PAIRS = [{"role": "prefill", "replicas": 2}, {"role": "decode", "replicas": 3}]
 

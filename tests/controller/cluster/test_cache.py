@@ -279,7 +279,7 @@ def test_a_deployment_gets_the_config_map_that_it_refers_to() -> None:
     cache.upsert(declare_config())
     assert get_fault(cache) == "ConfigMap new has not been read yet"
     cache.set_config_map(CHAT, ReadConfigMap("new", {"config.json": text, "b": "{}"}))
-    assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+    assert model_source.load_known_shape(get_model(cache)).num_layers == 36
     assert get_fault(cache) == ""
     # Other edits keep it, another name does not.
     cache.upsert(declare_config(version=2))
@@ -317,9 +317,9 @@ def test_without_an_optional_config_map_a_deployment_is_one_without_a_config() -
         cache.set_config_map(CHAT, read)
         assert (get_fault(cache), get_model(cache).config) == ("", None)
         cache.upsert({**declared, "status": {"reportedModel": report}})
-        assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 80
+        assert model_source.load_known_shape(get_model(cache)).num_layers == 80
         cache.set_config_map(CHAT, ReadConfigMap("new", {"config.json": text}))
-        assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+        assert model_source.load_known_shape(get_model(cache)).num_layers == 36
     cache.set_config_map(CHAT, ReadConfigMap("new", fault="it may not be read"))
     assert get_fault(cache) == "it may not be read"
 
@@ -330,7 +330,7 @@ def test_a_deployment_gets_the_config_that_an_engine_has_reported() -> None:
     report["config"] = CONFIGS["qwen3-8b"]
     declared = build_object(chat(model="org/new"))
     cache.upsert({**declared, "status": {"reportedModel": report}})
-    assert model_source.load_shape(get_model(cache), reads_files=False).num_layers == 36
+    assert model_source.load_known_shape(get_model(cache)).num_layers == 36
     # Not one that is about another model, or that a person has written wrongly.
     for version, changed in enumerate(({"source": "org/old"}, {"config": {"hidden_size": 1}}), 2):
         declared = build_object(chat(model="org/new"), version=version)

@@ -14,13 +14,14 @@ from cleave.controller.cluster.objects import ObservedPod, group_instances
 from cleave.controller.deployment.adapters import build_conditions, list_orders, to_sources
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
-from cleave.manifests.pool import hash_revision
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.policy.adapters import AdapterSource, hash_adapters
 from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 
 from tests.controller.test_convergence import condition, control_plane
 from tests.support import deployment_views
+from tests.support.built_pools import hash_revision
 from tests.support.fake_cluster import manual_placement
 
 ADAPTERS = [{"name": "sql", "source": "/data/sql"}, {"name": "law", "source": "org/law"}]
@@ -106,7 +107,7 @@ def test_a_changed_list_restarts_and_replaces_nothing() -> None:
     before, after = deploy(ADAPTERS[:1]), deploy()
     assert hash_revision(before) == hash_revision(after)
     seen = view(before, pod("a"), a=report())
-    seen = replace(seen, deployment=after)
+    seen = replace(seen, resolved=resolve_in_cluster(after))
     actions = reconcile(seen)
     assert [each for each in actions if isinstance(each, OrderAdapters)]
     assert not [each for each in actions if isinstance(each, Create | Delete)]

@@ -11,11 +11,11 @@ from cleave.controller.cluster.inventory import build_inventory
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment.kv_path import build_conditions, with_measured_cells
 from cleave.controller.views import DeploymentView
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import choose_placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.rpc.fleet_status import FleetInstance, KvPairs, KvPath
 
+from tests.support.built_pools import build_pools
 from tests.support.fake_cluster import chat, manual_placement
 
 RATE = {"predicted": {"kvLink": {"kind": "InfiniBand", "gbPerS": 18.0}}}
@@ -42,9 +42,13 @@ def conditions(
         for name, rate in gb_per_s.items()
     }
     view = DeploymentView(
-        resource, build_inventory([]), 0.0, pods=tuple(pods), instances=known or None
+        resolve_in_cluster(resource),
+        build_inventory([]),
+        0.0,
+        pods=tuple(pods),
+        instances=known or None,
     )
-    pools = build_pools(resource, choose_placement(resource), machines)
+    pools = build_pools(resource, machines)
     desired = {each.spec.role: each for each in pools}
     return list(build_conditions(view, desired, plan))
 
@@ -175,8 +179,8 @@ def test_the_next_plan_counts_on_the_slowest_rate_that_own_cells_have_shown() ->
     cluster = Cluster.model_validate(nodes)
     manual = {"manual": [{"role": role, "perCell": 1} for role in ("prefill", "decode")]}
     resource = LLMDeployment.model_validate(chat(placement=manual, engine={"connector": "Nixl"}))
-    cells = build_pools(resource, choose_placement(resource), NodeTopology.from_cluster(cluster))
-    apart = build_pools(resource, choose_placement(resource), NodeTopology())
+    cells = build_pools(resource, NodeTopology.from_cluster(cluster))
+    apart = build_pools(resource, NodeTopology())
     known = {
         name: FleetInstance(name, kv_path=KvPath(True, "nixl", 1.0, rate * 1e9, "p -> d", 9.0))
         for name, rate in {"a": 200.0, "b": 150.0}.items()

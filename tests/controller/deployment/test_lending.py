@@ -5,17 +5,16 @@ from cleave.api.pool import InstancePool
 from cleave.controller.cluster.gpu_lending import GpuRoom, PlacedInstance
 from cleave.controller.cluster.objects import ObservedNode
 from cleave.controller.deployment.lending import is_lending, limit_pools
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
-from cleave.planner.placement import choose_placement
 
+from tests.support.built_pools import build_pools
 from tests.support.fake_cluster import chat, manual_placement
 
 
 def build(**replicas: int) -> list[InstancePool]:
     declared = chat(engine={"type": "vLLM"}, placement=manual_placement(**replicas))
     deployment = LLMDeployment.model_validate(declared)
-    return build_pools(deployment, choose_placement(deployment), NodeTopology())
+    return build_pools(deployment, NodeTopology())
 
 
 def room(*free: int, held: int = 0, borrowers: int = 1) -> GpuRoom:

@@ -15,15 +15,15 @@ from cleave.controller.deployment.model_report import MODEL_AS_REPORTED
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import build_pools
 from cleave.manifests.topology import NodeTopology
 from cleave.perf.model import model_report, model_shape
 from cleave.perf.model.known_models import CONFIGS
 from cleave.perf.model.model_report import EngineFacts, GroupFacts, SizeFacts
 from cleave.planner.deployment_shape import load_shape
-from cleave.planner.placement import choose_placement
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.rpc.fleet_status import FleetInstance
 
+from tests.support.built_pools import build_pools
 from tests.support.engine_sizes import build_sizes
 from tests.support.fake_cluster import chat, manual_placement, node
 
@@ -55,12 +55,12 @@ def view(
     resource: LLMDeployment, text: str, status: Manifest | None = None, **pod: Any
 ) -> DeploymentView:
     """A deployment of which the instance `p` reports `text`."""
-    pools = build_pools(resource, choose_placement(resource, reads_files=False), NodeTopology())
+    pools = build_pools(resource, NodeTopology())
     revision = pod.pop("revision", pools[0].spec.revision)
     role = pools[0].spec.role
     seen = ObservedPod("p", "u", role, revision, **{"ready": True, **pod})
     return DeploymentView(
-        resource,
+        resolve_in_cluster(resource),
         build_inventory([parse_node(node("n1"))]),
         1_000.0,
         status=status or {},
@@ -107,7 +107,7 @@ def test_engines_keep_running_when_the_config_arrives() -> None:
     revisions = {
         pool.spec.revision
         for each in (resource, changed)
-        for pool in build_pools(each, choose_placement(each, reads_files=False), NodeTopology())
+        for pool in build_pools(each, NodeTopology())
     }
     assert len(revisions) == 1
 

@@ -13,6 +13,7 @@ from cleave.controller.deployment.placement import PlacementDecision, decide
 from cleave.controller.replan.inputs import PlanInputs
 from cleave.manifests.labels import Manifest
 from cleave.perf.model.known_models import CONFIGS
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from tests.support.fake_cluster import chat, manual_placement
 
@@ -39,7 +40,12 @@ def ask(
     outcome: PlanJob | None = None,
     is_limited: bool = False,
 ) -> PlacementDecision:
-    return decide(PlanInputs(desired, inventory), status or {}, outcome, is_limited=is_limited)
+    return decide(
+        PlanInputs(resolve_in_cluster(desired), inventory),
+        status or {},
+        outcome,
+        is_limited=is_limited,
+    )
 
 
 def read_condition(decision: PlacementDecision) -> tuple[bool | None, str]:
@@ -160,7 +166,8 @@ def test_the_planner_is_called_once_and_running_pools_stay() -> None:
     assert decision.placement is None
     assert decision.plan == running["plan"]
     assert decision.plan_request == PlanJob(
-        PlanInputs(desired, INVENTORY).hash_with(None), INVENTORY.node_counts_hash
+        PlanInputs(resolve_in_cluster(desired), INVENTORY).hash_with(None),
+        INVENTORY.node_counts_hash,
     )
     assert read_condition(decision) == (False, "Planning")
 
@@ -203,7 +210,7 @@ def test_an_answer_to_another_question_does_not_count() -> None:
 
 def test_more_nodes_are_no_reason_to_plan_anew_and_other_gpus_are() -> None:
     desired = deployment(workload=WORKLOAD)
-    status = {"plan": plan(PlanInputs(desired, INVENTORY).hash_with(None))}
+    status = {"plan": plan(PlanInputs(resolve_in_cluster(desired), INVENTORY).hash_with(None))}
     assert ask(desired, status, MORE).plan_request is None
     assert ask(desired, status, OTHER).plan_request is not None
 
@@ -280,7 +287,7 @@ def test_the_engines_environment_and_image_change_no_plan() -> None:
     args = {"type": "vLLM", "args": ["--max-num-seqs", "4"]}
 
     def hash_of(spec: LLMDeployment, inventory: Inventory = INVENTORY) -> str:
-        return PlanInputs(spec, inventory).hash_with(None)
+        return PlanInputs(resolve_in_cluster(spec), inventory).hash_with(None)
 
     assert hash_of(plain) == hash_of(deployment(workload=WORKLOAD, engine=engine))
     assert hash_of(plain) != hash_of(deployment(workload=WORKLOAD, engine=args))
@@ -289,7 +296,9 @@ def test_the_engines_environment_and_image_change_no_plan() -> None:
 
 def test_another_dispatch_policy_is_another_plan_and_other_routing_is_not() -> None:
     def hash_of(**routing: str) -> str:
-        inputs = PlanInputs(deployment(workload=WORKLOAD, routing=routing), INVENTORY)
+        inputs = PlanInputs(
+            resolve_in_cluster(deployment(workload=WORKLOAD, routing=routing)), INVENTORY
+        )
         return inputs.hash_with(None)
 
     assert hash_of(policy="PrefixAware") == hash_of() == hash_of(late="Refuse")
@@ -300,7 +309,7 @@ def test_without_its_config_map_everything_stays_as_it_is() -> None:
     config = {"configMapKeyRef": {"name": "new"}}
     model, fault = {"source": "org/new", "config": config}, "ConfigMap new does not exist"
     for spec in ({"workload": WORKLOAD}, {"placement": manual_placement(prefill=2, decode=1)}, {}):
-        inputs = PlanInputs(deployment(model=model, **spec), INVENTORY, fault)
+        inputs = PlanInputs(resolve_in_cluster(deployment(model=model, **spec)), INVENTORY, fault)
         decision = decide(inputs, {"plan": plan("before")}, None, is_limited=False)
         assert (decision.placement, decision.plan_request) == (None, None)
         assert decision.plan == plan("before")

@@ -16,11 +16,11 @@ from cleave.controller.cluster.objects import parse_child
 from cleave.controller.deployment.reconcile import reconcile
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import hash_revision
 from cleave.rpc.fleet_status import MAX_INSTANCES, FleetInstance, KvPath
 
 from tests.controller.deployment.test_reconcile import both, build_pools, deployment, pods, view
 from tests.controller.test_convergence import ControlPlane, condition, control_plane, happen
+from tests.support.built_pools import hash_revision
 from tests.support.fake_cluster import chat, manual_placement
 
 PAIR = {"placement": manual_placement(prefill=1, decode=2)}

@@ -26,6 +26,7 @@ from cleave.controller.views import DeploymentView
 from cleave.manifests.credentials import name_accounts
 from cleave.manifests.labels import Manifest
 from cleave.manifests.network_policies import NetworkIsolation
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.rpc.fleet_status import FleetInstance, KvPath
 from cleave.rpc.plan_thresholds import PlanThresholds, parse_thresholds
 
@@ -50,7 +51,9 @@ def deployment(deleted: str = "", finalizers: tuple[str, ...] = ("cleave.dev/dra
 
 def view(desired: LLMDeployment, **fields: Any) -> DeploymentView:
     children = planned.own_accounts(desired)
-    return DeploymentView(desired, build_inventory([]), NOW_S, **{"children": children, **fields})
+    return DeploymentView(
+        resolve_in_cluster(desired), build_inventory([]), NOW_S, **{"children": children, **fields}
+    )
 
 
 def names(actions: list[Action], kind: str = "") -> list[str]:
@@ -480,7 +483,10 @@ def test_a_role_that_is_scaled_to_zero_is_not_needed_where_the_other_may_do_both
     never = alone.deployment.spec.routing.model_copy(update={"fallback": FallbackPolicy.NEVER})
     spec = alone.deployment.spec.model_copy(update={"routing": never})
     strict = alone.deployment.model_copy(update={"spec": spec})
-    assert both(replace(alone, deployment=strict)) == [("False", "PrefillNotReady")] * 2
+    assert (
+        both(replace(alone, resolved=resolve_in_cluster(strict)))
+        == [("False", "PrefillNotReady")] * 2
+    )
 
 
 def test_another_revision_within_a_generation_that_was_rolled_out_leaves_it_ready() -> None:

@@ -16,12 +16,11 @@ from cleave.controller.cluster.actions import Create, Delete, Repurpose
 from cleave.controller.cluster.objects import ObservedPod
 from cleave.controller.deployment import repurpose
 from cleave.manifests.labels import Manifest
-from cleave.manifests.pool import build_pools as make_pools
-from cleave.planner.placement import choose_placement
 from cleave.rpc.credentials import AgentEndpoint
 from cleave.rpc.fleet_status import FleetInstance
 
 from tests.controller.test_convergence import ControlPlane, control_plane, ready
+from tests.support.built_pools import build_pools as make_pools
 from tests.support.fake_cluster import chat, manual_placement
 
 
@@ -114,7 +113,7 @@ def test_engines_that_follow_their_role_are_equal_under_any_role_limits(
     ]
     resource = chat(placement={"manual": limits}, engine={"type": "Emulated", **engine})
     deployment = LLMDeployment.model_validate(resource)
-    prefill, decode = make_pools(deployment, choose_placement(deployment))
+    prefill, decode = make_pools(deployment)
     assert repurpose.are_compatible(prefill, decode) is alike
 
 

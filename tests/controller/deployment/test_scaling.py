@@ -26,6 +26,7 @@ from cleave.controller.deployment.scaling import (
     scale,
 )
 from cleave.controller.views import DeploymentView, TrafficDemand
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.traffic.window import TrafficWindow
 
 from tests.support.fake_cluster import chat
@@ -150,7 +151,7 @@ def test_the_quota_bounds_what_scaling_adds(own: int | None, quota: int | None) 
     spec = chat(planning={"maxGPUs": own} if own else {})
     spec["spec"]["scaling"] = terms().model_dump(mode="json", by_alias=True, exclude_none=True)
     view = DeploymentView(
-        LLMDeployment.model_validate_json(json.dumps(spec)),
+        resolve_in_cluster(LLMDeployment.model_validate_json(json.dumps(spec))),
         build_inventory([]),
         now_s=0.0,
         demand=demand(rate=400.0),

@@ -9,6 +9,7 @@ from cleave.controller.deployment.traffic_status import (
     report_traffic,
 )
 from cleave.controller.views import DeploymentView
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.traffic.counters import Buckets
 from cleave.traffic.window import TrafficWindow, join_windows
 
@@ -68,7 +69,7 @@ def test_values_that_are_no_longer_known_stay_reported() -> None:
 
 def test_without_a_poller_no_traffic_is_reported() -> None:
     off = deployment({"mode": "Off"})
-    assert report_traffic(replace(seen(), deployment=off)) is None
+    assert report_traffic(replace(seen(), resolved=resolve_in_cluster(off))) is None
 
 
 def measured(share: float, rate: float = 4) -> DeploymentView:

@@ -23,6 +23,7 @@ from cleave.controller.replan.planner_process import (
 )
 from cleave.manifests.pool import build_pools
 from cleave.planner.replan.revision import ReplanSettings
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.traffic.workload import build_from_spec
 
 from tests.support.fake_cluster import chat
@@ -130,7 +131,7 @@ def test_a_limit_of_requests_stays_as_long_as_the_plan_and_its_revisions() -> No
     assert f"model.maxModelLen {limit:,} is set" in chosen["reason"]
     deployment = LLMDeployment.model_validate_json(text(**spec))
     placement = read_placement(chosen)
-    for pool in build_pools(deployment, placement):
+    for pool in build_pools(resolve_in_cluster(deployment), placement):
         assert pool.spec.model.max_model_len == limit
         assert pool.spec.revision == chosen["revision"]
     # With more memory, and where no limit was set: what runs would not start with another one.

@@ -14,6 +14,7 @@ from cleave.controller.replan.inputs import PlanInputs
 from cleave.controller.replan.reconcile import is_urgent, reconcile_plan, update_drift
 from cleave.controller.replan.verdict import ReplanOutcome
 from cleave.controller.views import MAX_DEFERRAL_S, DriftState
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.traffic.counters import Buckets
 
 from tests.support.deployment_views import (
@@ -144,12 +145,12 @@ def test_a_change_is_urgent_until_it_has_been_looked_at() -> None:
     windows = traffic(4, 600, NOW_S - 90) + traffic(12, 90)
     reported = status(desired)
     state = update_drift(DriftState(), desired, reported, windows)
-    assert is_urgent(state, desired, reported)
-    assert not is_urgent(DriftState(), desired, reported)
+    assert is_urgent(state, resolve_in_cluster(desired), reported)
+    assert not is_urgent(DriftState(), resolve_in_cluster(desired), reported)
     looked = {**reported, "prediction": {"at": format_timestamp(NOW_S), "attainment": 1}}
-    assert not is_urgent(state, desired, looked)
+    assert not is_urgent(state, resolve_in_cluster(desired), looked)
     by_hands = deployment(placement=manual_placement(prefill=1, decode=1))
-    assert not is_urgent(state, by_hands, reported)
+    assert not is_urgent(state, resolve_in_cluster(by_hands), reported)
 
 
 def test_a_reported_change_is_not_reported_again() -> None:
@@ -271,7 +272,9 @@ def test_a_start_costs_what_the_quickest_took() -> None:
 
 def test_a_correction_counts_for_the_engine_that_it_was_learnt_of() -> None:
     desired = deployment()
-    right = LatencyCorrection(prefill=2, decode=1.5, of=PlanInputs(desired, INVENTORY).model_hash)
+    right = LatencyCorrection(
+        prefill=2, decode=1.5, of=PlanInputs(resolve_in_cluster(desired), INVENTORY).model_hash
+    )
     reported = status(desired, correction=right.model_dump(mode="json"))
     found = reconcile_plan(view(desired, reported, windows=traffic(12)))
     assert found.correction == right

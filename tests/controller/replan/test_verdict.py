@@ -10,6 +10,7 @@ from cleave.controller.replan.reconcile import reconcile_plan
 from cleave.controller.views import DeploymentView
 from cleave.manifests.labels import Manifest
 from cleave.planner.replan.revision import ReplanVerdict
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 from tests.support.deployment_views import MORE, NOW_S, deployment, reviewed, status, traffic, view
 
@@ -179,7 +180,7 @@ def test_the_running_plan_stays_when_none_is_better_and_that_is_reported() -> No
 def test_an_answer_about_another_spec_does_not_count() -> None:
     seen = answered(deployment(), ReplanVerdict.APPLY, pools=MORE)
     edited = deployment(slo={"ttftMs": 200, "tpotMs": 20})
-    reported = written(replace(seen, deployment=edited))
+    reported = written(replace(seen, resolved=resolve_in_cluster(edited)))
     assert reported["plan"] == seen.status["plan"]
     assert "basis" not in reported
 

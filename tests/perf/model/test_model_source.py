@@ -21,7 +21,7 @@ def model(source: str = "org/new-4", **config: object) -> ModelSpec:
 
 def test_an_inline_config_has_the_dimensions_of_any_source() -> None:
     for source, name in [("org/new-4", "new-4"), ("/models/new-4", "new-4"), ("hf://o/m", "m")]:
-        shape = model_source.load_shape(model(source, inline=TINY), reads_files=False)
+        shape = model_source.load_known_shape(model(source, inline=TINY))
         assert (shape.name, shape.num_layers) == (name, 4)
 
 
@@ -43,7 +43,7 @@ def test_a_config_is_preferred_to_a_folders_own(tmp_path: Path) -> None:
     assert model_source.load_shape(model(str(tmp_path))).num_layers == 32
     assert model_source.load_shape(model(str(tmp_path), inline=TINY)).num_layers == 4
     with pytest.raises(UnknownModelError, match="folder, which the operator does not read"):
-        model_source.load_shape(model(str(tmp_path)), reads_files=False)
+        model_source.load_known_shape(model(str(tmp_path)))
 
 
 def test_a_config_map_is_not_read_outside_of_a_cluster() -> None:

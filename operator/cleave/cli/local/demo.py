@@ -84,6 +84,7 @@ def demo(
     from cleave.local import planning
     from cleave.local.kubelet import node
     from cleave.planner.placement import choose_placement
+    from cleave.planner.resolved_deployment import resolve
 
     with report_local_errors():
         emulated = engine is EngineName.EMULATED
@@ -95,7 +96,7 @@ def demo(
         else:
             deployment = build_vllm_deployment(model, on_cpu=not machine.gpus)
             deployment = prepare_built_in_model(deployment, console)
-        placement = choose_placement(deployment)
+        placement = choose_placement(resolve(deployment))
         job = planning.build_launch_plan(
             deployment, placement, machine, port, allow_shared_cores=allow_shared_cores
         )

@@ -121,9 +121,10 @@ def _build_pools(
     """The pools as the operator applies them: cells that fit a node of `cluster` are pods of the
     mixed pool."""
     from cleave.manifests.pool import build_pools
+    from cleave.planner.resolved_deployment import resolve_in_cluster
 
     placement = decide_cluster_placement(deployment, file, cluster)
-    return build_pools(deployment, placement, build_topology(cluster))
+    return build_pools(resolve_in_cluster(deployment), placement, build_topology(cluster))
 
 
 def build_topology(cluster: Path | None) -> "NodeTopology":

@@ -89,11 +89,11 @@ def _validate(manifest: "LLMDeployment", folder: Path, cluster: Path | None, lab
     """Raises ManifestError and PlanError."""
     from cleave.api.manifest import load_cluster
     from cleave.perf.hardware import inventory
-    from cleave.planner.deployment_checks import explain_unknown_model
+    from cleave.planner.resolved_deployment import resolve
 
     deployment = check_deployment(manifest, folder, label)
     spec = deployment.spec
-    if cluster and (spec.placement or explain_unknown_model(deployment) is not None):
+    if cluster and (spec.placement or resolve(deployment).unknown_model):
         # Nothing is planned, but the deployment can be started.
         machines = load_cluster(cluster)
         inventory.list_gpus(machines, spec.planning.gpus)

@@ -71,11 +71,12 @@ def load_deployment(file: Path) -> "LLMDeployment":
 def check_deployment(manifest: "LLMDeployment", folder: Path, prefix: str = "") -> "LLMDeployment":
     """The deployment with its paths from `folder`; prints warnings about it after `prefix`.
     Raises PlanError where its placement cannot be."""
-    from cleave.planner.deployment_checks import list_warnings
     from cleave.planner.placement import choose_placement, resolve_paths
+    from cleave.planner.resolved_deployment import resolve
 
     deployment = resolve_paths(manifest, folder)
-    choose_placement(deployment)
-    for warning in list_warnings(deployment):
+    resolved = resolve(deployment)
+    choose_placement(resolved)
+    for warning in resolved.warnings:
         sys.stderr.write(f"warning: {prefix}{warning}\n")
     return deployment

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from cleave.api.deployment import LLMDeployment
     from cleave.perf.model.model_shape import ModelShape
     from cleave.planner.problem import Problem
+    from cleave.planner.resolved_deployment import ResolvedDeployment
 
 ClusterFile = Annotated[
     Path | None,
@@ -108,8 +109,8 @@ def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster", fold
     where the cluster file is wrong. Emulated engines run anywhere. Says over which link KV goes,
     and warns where it is too slow for the SLO."""
     from cleave.api.engine import EngineType
-    from cleave.planner.deployment_checks import explain_unknown_model
     from cleave.planner.placement import PlanError
+    from cleave.planner.resolved_deployment import resolve
 
     if deployment.spec.placement is None or deployment.spec.engine.type is EngineType.EMULATED:
         return
@@ -117,32 +118,32 @@ def check_manual_placement(deployment: "LLMDeployment", cluster: "Cluster", fold
     from cleave.manifests import cluster_fit
     from cleave.planner import deployment_shape
 
-    is_known = explain_unknown_model(deployment) is None
-    shape = deployment_shape.load_shape(deployment) if is_known else None
+    resolved = resolve(deployment)
+    shape = deployment_shape.load_shape(deployment) if resolved.shape else None
     if faults := list(cluster_fit.list_misfits(deployment, cluster, shape)):
         raise PlanError(faults)
-    for line in _describe_kv_link(deployment, cluster, shape, folder):
+    for line in _describe_kv_link(resolved, cluster, shape, folder):
         sys.stderr.write(f"{line}\n")
 
 
 def _describe_kv_link(
-    deployment: "LLMDeployment", cluster: "Cluster", shape: "ModelShape | None", folder: Path
+    resolved: "ResolvedDeployment", cluster: "Cluster", shape: "ModelShape | None", folder: Path
 ) -> Iterator[str]:
     from cleave.manifests import kv_link
     from cleave.manifests.topology import NodeTopology
     from cleave.planner import problem_from_cluster
     from cleave.planner.placement import choose_placement
 
-    placement, nodes = choose_placement(deployment), NodeTopology.from_cluster(cluster)
-    link = kv_link.find_kv_link(deployment, placement, cluster, nodes)
+    placement, nodes = choose_placement(resolved), NodeTopology.from_cluster(cluster)
+    link = kv_link.find_kv_link(resolved, placement, cluster, nodes)
     if link is None:
         return
     yield f"note: KV goes over {link.kind}, {link.gb_per_s:.3g} GB/s for each GPU that receives it"
-    if shape is None or deployment.spec.workload is None:
+    if shape is None or resolved.spec.workload is None:
         return
-    demand = problem_from_cluster.build_demand(deployment, folder)
+    demand = problem_from_cluster.build_demand(resolved.written, folder)
     mean = demand.mean_prompt_tokens
-    if why := kv_link.explain_slow_link(deployment, placement, cluster, nodes, shape, mean):
+    if why := kv_link.explain_slow_link(resolved, placement, cluster, nodes, shape, mean):
         yield f"warning: spec.placement.manual: {why}"
 
 

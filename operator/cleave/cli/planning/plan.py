@@ -133,6 +133,7 @@ def _build_manifest(
     """The manifest with the selected plan as spec.placement and status.plan."""
     from cleave.manifests.pool import build_selected_plan
     from cleave.planner.placement import Placement
+    from cleave.planner.resolved_deployment import resolve_in_cluster
     from cleave.planner.result.status import build_manual_placement
 
     spec = deployment.spec.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
@@ -140,7 +141,7 @@ def _build_manifest(
     if chosen.max_model_len is not None:
         spec["model"]["max_model_len"] = chosen.max_model_len
     placement = Placement(chosen.pools, result.reason, result, chosen.max_model_len)
-    status = build_selected_plan(deployment, placement)
+    status = build_selected_plan(resolve_in_cluster(deployment), placement)
     return {
         "apiVersion": deployment.api_version,
         "kind": deployment.kind,

@@ -98,10 +98,11 @@ def _prepare(
 ) -> tuple["PlacementSimulator", "Pools"]:
     from cleave.planner import pool_simulation
     from cleave.planner.placement import choose_placement
+    from cleave.planner.resolved_deployment import resolve
 
     deployment, problem = planning_input.deployment, planning_input.problem
     with report_input_errors():
-        pools = choose_placement(deployment).pools
+        pools = choose_placement(resolve(deployment)).pools
         pool_simulation.build_fleet(problem, pools)
         simulator = pool_simulation.PlacementSimulator(
             problem, requests or 10_000, is_least=requests is None

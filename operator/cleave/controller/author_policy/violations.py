@@ -24,6 +24,7 @@ from cleave.manifests.labels import Manifest
 from cleave.manifests.pool import build_pools
 from cleave.planner.placement import Placement, to_planned_pool
 from cleave.planner.plan import PlannedPool
+from cleave.planner.resolved_deployment import resolve_in_cluster
 
 _FIELDS = (
     (r"spec\.containers\[gateway\]\.image", "spec.gateway.image"),
@@ -87,7 +88,7 @@ def build_pods(
     yield build_gateway(resource, settings)["spec"]["template"]
     manual = map(to_planned_pool, resource.spec.manual_pools)
     pools = tuple(manual) or tuple(_list_kinds(resource.spec.engine))
-    for pool in build_pools(resource, Placement(pools, reason="")):
+    for pool in build_pools(resolve_in_cluster(resource), Placement(pools, reason="")):
         yield from list_pods(pool, settings)
 
 

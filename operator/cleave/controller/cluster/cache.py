@@ -10,6 +10,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -35,6 +36,7 @@ from cleave.manifests.labels import (
 )
 from cleave.perf.model import model_source
 from cleave.perf.model.hf_config import ModelConfigError
+from cleave.planner.resolved_deployment import ResolvedDeployment, resolve_in_cluster
 
 DEPLOYMENTS = "LLMDeployment"
 POOLS = "InstancePool"
@@ -58,7 +60,7 @@ class ResourceKey(NamedTuple):
     name: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CachedResource:
     """The cached state of an LLMDeployment or InstancePool."""
 
@@ -72,6 +74,12 @@ class CachedResource:
     """Of a deployment: where its model's config.json is. Once that is read, the resource has it."""
     model_fault: str = ""
     """Why it has not been read; empty: it has, or there is no reference."""
+
+    @cached_property
+    def resolved(self) -> ResolvedDeployment:
+        """A valid deployment with what follows from its spec."""
+        assert isinstance(self.resource, LLMDeployment)
+        return resolve_in_cluster(self.resource)
 
 
 @dataclass(frozen=True, slots=True)

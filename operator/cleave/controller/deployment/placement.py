@@ -99,22 +99,22 @@ def retain(status: Manifest) -> PlacementDecision:
 
 def _decide_without_planner(inputs: PlanInputs, status: Manifest) -> PlacementDecision:
     """Manual placement, or the smallest fleet when there is no traffic or no known model."""
-    deployment, nodes = inputs.deployment, inputs.inventory
+    resolved, nodes = inputs.resolved, inputs.inventory
     try:
-        placement = choose_placement(deployment, reads_files=False)
-        if faults := list(list_span_faults(deployment, nodes.topology)):
+        placement = choose_placement(resolved)
+        if faults := list(list_span_faults(resolved.written, nodes.topology)):
             raise PlanError(faults)
     except PlanError as error:
         return _retain_plan(status, _FAULTY, "; ".join(error.faults))
     if nodes.cluster is not None:
-        link = find_kv_link(deployment, placement, nodes.cluster, nodes.topology)
+        link = find_kv_link(resolved, placement, nodes.cluster, nodes.topology)
         placement = replace(placement, kv_link=link)
-    selected = build_selected_plan(deployment, placement)
+    selected = build_selected_plan(resolved, placement)
     written = selected.model_dump(mode="json", exclude_none=True)
-    if deployment.spec.placement is not None:
+    if resolved.spec.placement is not None:
         return PlacementDecision(placement, written, _build_ready(_MANUAL, selected.reason))
     # The fleet serves, but PlanReady is False: it was not planned.
-    reason = "NotPlanned" if deployment.spec.workload is None else MODEL_UNKNOWN
+    reason = "NotPlanned" if resolved.spec.workload is None else MODEL_UNKNOWN
     return PlacementDecision(placement, written, _build_not_ready(reason, selected.reason))
 
 

@@ -64,7 +64,7 @@ def reconcile(view: DeploymentView) -> list[Action]:
     # Without a placement the present pools stay; their replicas may change all the same.
     desired_pools = list(view.pools)
     if decision.placement is not None:
-        desired_pools = build_pools(deployment, decision.placement, view.inventory.topology)
+        desired_pools = build_pools(view.resolved, decision.placement, view.inventory.topology)
     labelled, (view, loaded) = view.pods, _apply_weights(view, desired_pools)
     desired_pools = _scale_pools(view, decision, desired_pools)
     room = None if deployment.spec.paused else view.gpu_room
@@ -134,7 +134,7 @@ def _matches_spec(view: DeploymentView, decision: PlacementDecision) -> bool:
         planned = read_placement(decision.plan)
     except ValueError:
         return False
-    pools = build_pools(deployment, planned, view.inventory.topology)
+    pools = build_pools(view.resolved, planned, view.inventory.topology)
     expected = {pool.spec.role: pool for pool in pools}
     specs = {role: pool.spec for role, pool in view.pools_by_role.items()}
     return expected.keys() == specs.keys() and all(

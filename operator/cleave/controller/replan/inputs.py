@@ -19,8 +19,8 @@ from cleave.controller.cluster.apply import hash_content
 from cleave.controller.cluster.inventory import Inventory
 from cleave.manifests.labels import Manifest
 from cleave.perf.latency_correction import NO_CORRECTION, Correction
-from cleave.planner import deployment_checks
 from cleave.planner.placement import Placement, to_planned_pool
+from cleave.planner.resolved_deployment import ResolvedDeployment
 
 _WHOLE_PARTS = ("model", "slo", "workload", "planning", "engine")
 """Parts of the spec that are inputs of a plan; of `routing` only the policy is."""
@@ -32,15 +32,20 @@ _OF_NO_PLAN = ("mode", "replan", "min_gpus", "priority")
 class PlanInputs:
     """Inputs of the plan of one deployment; each part is computed once per reconcile."""
 
-    deployment: LLMDeployment
+    resolved: ResolvedDeployment
     inventory: Inventory
     model_fault: str = ""
     """Why the ConfigMap with the model's config.json is not usable; empty: nothing waits for it."""
 
-    @cached_property
+    @property
+    def deployment(self) -> LLMDeployment:
+        """As its author wrote it."""
+        return self.resolved.written
+
+    @property
     def unknown_model(self) -> str | None:
         """Why the planner does not know the model; None: it does."""
-        return deployment_checks.explain_unknown_model(self.deployment, reads_files=False)
+        return self.resolved.unknown_model
 
     @cached_property
     def workload_hash(self) -> str:

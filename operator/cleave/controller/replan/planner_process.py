@@ -57,8 +57,9 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     planner's process; imports are local, as only that process needs these modules."""
     from cleave.controller.replan import review
     from cleave.manifests.pool import build_selected_plan
-    from cleave.planner import deployment_checks, plan_search
-    from cleave.planner.placement import Placement, PlanError, with_max_model_len
+    from cleave.planner import plan_search
+    from cleave.planner.placement import Placement, PlanError
+    from cleave.planner.resolved_deployment import resolve_in_cluster
     from cleave.planner.result.text import strip_verdict
     from cleave.planner.scaling_law import growth
 
@@ -66,19 +67,19 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     is_emulated = deployment.spec.engine.type is EngineType.EMULATED
     if faults := tuple(list_unreadable_files(deployment)):
         return replace(job, faults=faults)
-    unknown_model = deployment_checks.explain_unknown_model(deployment, reads_files=False)
-    if unknown_model is not None:
+    resolved = resolve_in_cluster(deployment)
+    if resolved.unknown_model is not None:
         field = deployment.spec.model.shape_field
-        return replace(job, faults=(f"{field}: {unknown_model}",))
+        return replace(job, faults=(f"{field}: {resolved.unknown_model}",))
     kept = None
     try:
         if job.review is not None:
             # With others a new plan would replace every instance.
-            deployment = with_max_model_len(deployment, job.review.max_model_len)
+            deployment = resolved.with_max_model_len(job.review.max_model_len).written
             problem = _build_problem(deployment, machines, job, keeps_limit=True)
             return review.run_review(deployment, problem, job, job.review)
         if job.is_replan:
-            same = with_max_model_len(deployment, job.max_model_len)
+            same = resolved.with_max_model_len(job.max_model_len).written
             with suppress(PlanError):
                 problem = _build_problem(same, machines, job, keeps_limit=True)
                 kept = plan_search.plan(problem)
@@ -95,7 +96,7 @@ def run_planner(text: str, machines: PlanMachines, job: PlanJob) -> PlanJob:
     max_model_len = job.max_model_len if result is kept else selected.max_model_len
     scaling_law = growth.to_plan_growth(problem, selected) if roles else None
     placement = Placement(selected.pools, result.reason, result, max_model_len)
-    plan = build_selected_plan(deployment, placement, scaling_law)
+    plan = build_selected_plan(resolved, placement, scaling_law)
     plan = plan.model_copy(update={"inputs": job.inputs_hash})
     return replace(job, plan=plan.model_dump(mode="json", exclude_none=True))
 

@@ -34,11 +34,11 @@ from cleave.controller.replan.verdict import (
 )
 from cleave.controller.views import DeploymentView, DriftState
 from cleave.manifests.labels import Manifest
-from cleave.planner import deployment_checks
 from cleave.planner.placement import to_planned_pool
 from cleave.planner.plan import PlannedPool
 from cleave.planner.replan.model_check import MIN_RESPONSES, SETTLE_S
 from cleave.planner.replan.revision import ReplacedPlan, ReplanSettings
+from cleave.planner.resolved_deployment import ResolvedDeployment
 from cleave.traffic.drift_detector import TrafficChange
 from cleave.traffic.refit import RefitError, refit
 from cleave.traffic.window import TrafficWindow, list_settled
@@ -96,12 +96,12 @@ def update_drift(
     return drift.update(state, planned_for, windows, _find_settled_s(status))
 
 
-def is_urgent(state: DriftState, deployment: LLMDeployment, status: Manifest) -> bool:
+def is_urgent(state: DriftState, resolved: ResolvedDeployment, status: Manifest) -> bool:
     """Whether a change was detected that no review has covered yet."""
-    change = state.change if _is_reviewed(deployment) else None
+    change = state.change if _is_reviewed(resolved.written) else None
     if change is None or not _is_after(change, _get_last_review_s(status)):
         return False
-    return deployment_checks.explain_unknown_model(deployment, reads_files=False) is None
+    return resolved.unknown_model is None
 
 
 def _is_reviewed(deployment: LLMDeployment) -> bool:

@@ -23,6 +23,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.replan.model_check import ModelAssessment
 from cleave.planner.replan.replay import RunningPlan
 from cleave.planner.replan.revision import ReplacedPlan, ReplanVerdict, Revision, revise
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.planner.scaling_law import growth
 from cleave.planner.search.candidate_placement import to_planned_pools
 
@@ -83,7 +84,7 @@ def _build_plan(
         problem = replace(problem, estimator=corrected)
         scaling_law = growth.to_plan_growth(problem, revision.proposal)
     placement = Placement(revision.proposal.pools, reason, chosen, review.max_model_len)
-    plan = build_selected_plan(deployment, placement, scaling_law)
+    plan = build_selected_plan(resolve_in_cluster(deployment), placement, scaling_law)
     return plan.model_dump(mode="json", exclude_none=True)
 
 

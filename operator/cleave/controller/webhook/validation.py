@@ -29,6 +29,7 @@ from cleave.planner import (
 )
 from cleave.planner.placement import PlanError
 from cleave.planner.problem import Problem
+from cleave.planner.resolved_deployment import resolve_in_cluster
 from cleave.planner.search.candidates import explain_unsupported, list_sizes
 
 
@@ -48,17 +49,19 @@ def check_deployment(deployment: LLMDeployment, cluster: Cluster | None) -> Vali
     faults = [*_list_profile_faults(spec.engine), *list_unreadable_files(deployment)]
     if fault := model_source.find_config_fault(spec.model):
         return ValidationFindings((*faults, fault))
-    faults += deployment_checks.list_start_faults(deployment, reads_files=False)
-    warnings = tuple(deployment_checks.list_warnings(deployment, reads_files=False))
+    resolved = resolve_in_cluster(deployment)
+    faults += resolved.start_faults
+    warnings = resolved.warnings
     if spec.engine.type is EngineType.EMULATED:
         # Emulated instances have no weights to split and run on any node.
         return ValidationFindings(tuple(faults), warnings)
-    choice = deployment_checks.choose_connector(deployment, reads_files=False)
-    faults += [choice.fault] if choice.fault else []
-    faults += deployment_checks.list_parallelism_faults(deployment, reads_files=False)
+    faults += [resolved.choice.fault] if resolved.choice.fault else []
+    faults += resolved.parallelism_faults
     if spec.placement is not None:
         warnings += tuple(_list_missing_pool_gpus(spec.placement.manual, cluster))
-    elif spec.workload is not None and cluster is not None and not faults:
+    elif (
+        spec.workload is not None and cluster is not None and not (faults or resolved.unknown_model)
+    ):
         warnings += tuple(_list_plan_faults(deployment, cluster))
     return ValidationFindings(tuple(faults), warnings)
 
@@ -161,9 +164,7 @@ def _list_missing_gpus(
 
 
 def _list_plan_faults(deployment: LLMDeployment, cluster: Cluster) -> Iterator[str]:
-    """Why no plan is possible on these nodes; an unknown model is reported elsewhere."""
-    if deployment_checks.explain_unknown_model(deployment, reads_files=False) is not None:
-        return
+    """Why no plan is possible on these nodes, of a known model."""
     try:
         problem = problem_from_cluster.build_problem(deployment, cluster)
     except (PlanError, ManifestError) as error:
@@ -188,7 +189,7 @@ def _list_fits(problem: Problem) -> Iterator[bool]:
 def _load_model_shape(spec: ModelSpec) -> ModelShape | None:
     """Load the model's dimensions; None: they are not known here, which is not a fault."""
     try:
-        return model_source.load_shape(spec, reads_files=False)
+        return model_source.load_known_shape(spec)
     except UnknownModelError:
         return None
 

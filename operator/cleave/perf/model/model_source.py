@@ -20,8 +20,17 @@ REMEDY = "put its config.json into spec.model.config, inline or in a ConfigMap"
 NOT_IN_TABLE = "it is not in Cleave's model table"
 
 
-def load_shape(model: ModelSpec, *, reads_files: bool = True) -> ModelShape:
-    """The model's dimensions. Without `reads_files` no folder is read. Raises UnknownModelError
+def load_shape(model: ModelSpec) -> ModelShape:
+    """The model's dimensions, also of one in a folder. Raises UnknownModelError with the reason,
+    which concerns `model.shape_field`."""
+    has_folder = model.folder is not None or Path(model.locator).exists()
+    if model.config is None and has_folder:
+        return model_shape.load_shape(model.locator, model.dtype or "auto")
+    return load_known_shape(model)
+
+
+def load_known_shape(model: ModelSpec) -> ModelShape:
+    """The model's dimensions from the spec or the table; no file is read. Raises UnknownModelError
     with the reason, which concerns `model.shape_field`."""
     config, dtype = model.config, model.dtype or "auto"
     if config is not None and config.inline is not None:
@@ -30,8 +39,6 @@ def load_shape(model: ModelSpec, *, reads_files: bool = True) -> ModelShape:
         name = config.config_map_key_ref.name
         why = "is read by the operator only; set spec.model.config.inline instead"
         raise UnknownModelError(f"the ConfigMap {name} {why}")
-    if reads_files and (model.folder is not None or Path(model.locator).exists()):
-        return model_shape.load_shape(model.locator, dtype)
     if model.folder is not None:
         raise UnknownModelError("it is a folder, which the operator does not read")
     known = known_models.find_config(model.locator)
