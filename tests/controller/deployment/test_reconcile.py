@@ -1,5 +1,7 @@
 """Reconcile of a deployment: exact actions."""
 
+import cProfile
+import pstats
 from dataclasses import replace
 from typing import Any
 
@@ -130,6 +132,18 @@ def test_everything_is_created_in_one_pass_after_the_status() -> None:
         if isinstance(each, Apply)
     )
     assert rollouts(actions) == {"chat-prefill": None, "chat-decode": None}
+
+
+@pytest.mark.parametrize("engine", ["Emulated", "vLLM"])
+def test_a_reconcile_of_a_placement_by_hand_derives_nothing_anew(engine: str) -> None:
+    here = view(deployment(engine={"type": engine}, model={"source": "Qwen/Qwen3-8B"}))
+    reconcile(here)
+    with cProfile.Profile() as profile:
+        reconcile(here)
+    calls = pstats.Stats(profile)
+    assert calls.total_calls < 2_000  # type: ignore[attr-defined]
+    names = {name for _, _, name in calls.stats}  # type: ignore[attr-defined]
+    assert not names & {"load_known_shape", "choose_connector", "list_start_faults"}
 
 
 def test_an_applied_object_is_not_written_again() -> None:
