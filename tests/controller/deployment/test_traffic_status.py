@@ -109,7 +109,9 @@ def test_the_condition_judges_the_gaps_that_gateways_timed() -> None:
         gaps = Buckets((0.05, 0.06, 0.1, math.inf), (0.0, num - late, num, num))
         here = measured(0.95)
         traffic = replace(here.traffic or TrafficWindow(0.0, 1.0, 0.0), itl=gaps)
-        reported = report_traffic(replace(here, deployment=desired, traffic=traffic))
+        reported = report_traffic(
+            replace(here, resolved=resolve_in_cluster(desired), traffic=traffic)
+        )
         (condition,) = build_slo_condition(desired, reported, NOW_S)
         assert condition.status is is_met
         assert text in condition.message
