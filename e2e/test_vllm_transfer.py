@@ -30,7 +30,7 @@ from e2e.support.vllm_prompts import (
 )
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
-EXTRA = {"ways": [Transport.GLOO], "checksums": True, "kv_lease_duration": 20}
+EXTRA = {"transports": [Transport.GLOO], "checksums": True, "kv_lease_duration": 20}
 SETTINGS = {"kv_connector_extra_config": EXTRA}
 ENGINE = start_fast(
     connector="Cleave",

@@ -37,7 +37,7 @@ def tiny_with_connector(
 
     `engine`: further fields of spec.engine.
     """
-    extra = {"ways": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
+    extra = {"transports": [way], "checksums": checksums, "kv_lease_duration": LEASE_S}
     settings = {"kv_connector_extra_config": extra}
     args = ["--enable-prompt-tokens-details", "--kv-transfer-config", json.dumps(settings)]
     engine |= {"connector": "Cleave", "args": args}

@@ -393,12 +393,12 @@ def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> 
 
 
 @pytest.mark.parametrize(
-    ("ways", "is_smaller"), [(["nccl", "gloo"], True), (["gloo"], False), (None, False)]
+    ("transports", "is_smaller"), [(["nccl", "gloo"], True), (["gloo"], False), (None, False)]
 )
 def test_kv_over_nccl_leaves_less_memory_on_small_gpus(
-    ways: list[str] | None, is_smaller: bool
+    transports: list[str] | None, is_smaller: bool
 ) -> None:
-    extra = {} if ways is None else {"kv_connector_extra_config": {"ways": ways}}
+    extra = {} if transports is None else {"kv_connector_extra_config": {"transports": transports}}
     args = [f"--kv-transfer-config={json.dumps(extra)}"]
     machines = cluster("nodes: [{gpu: L4}]")
     own, chosen = (

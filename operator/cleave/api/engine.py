@@ -34,7 +34,7 @@ RESERVED_FLAGS = (
 
 RESERVED_ENV = (
     "POD_IP", "CLEAVE_AGENTS", "CLEAVE_POD_NAME", "CLEAVE_LEADER", "CLEAVE_ROLE",
-    "CLEAVE_ADAPTERS", "CLEAVE_LOAD_PAGE", "CLEAVE_TERMS_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
+    "CLEAVE_ADAPTERS", "CLEAVE_LOAD_PAGE", "CLEAVE_SCHEDULING_PAGE", "VLLM_NIXL_SIDE_CHANNEL_HOST",
     "VLLM_NIXL_SIDE_CHANNEL_PORT", "CLEAVE_TOKEN_FILE", "CLEAVE_CALLER_ACCOUNTS",
     "CLEAVE_PEER_ACCOUNTS",
 )  # fmt: skip
@@ -312,11 +312,11 @@ class EngineSpec(ApiModel):
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether Cleave's connector may transfer KV over NCCL, which `ways` has to name."""
+        """Whether Cleave's connector may transfer KV over NCCL, which `transports` has to name."""
         try:
             config = json.loads(self.get_flag_value("--kv-transfer-config") or "{}")
-            ways = config["kv_connector_extra_config"]["ways"]
-            return self.kv_connector is Connector.CLEAVE and "nccl" in ways
+            transports = config["kv_connector_extra_config"]["transports"]
+            return self.kv_connector is Connector.CLEAVE and "nccl" in transports
         except (ValueError, LookupError, TypeError):
             return False
 

@@ -24,7 +24,7 @@ _FAILURES = re.compile(
     re.MULTILINE,
 )
 _BYTES_BY_TRANSPORT = re.compile(
-    rb'^cleave_kv_pulled_bytes_total\{.*\bway="([^"]+)".*\} (\S+)$', re.MULTILINE
+    rb'^cleave_kv_pulled_bytes_total\{.*\btransport="([^"]+)".*\} (\S+)$', re.MULTILINE
 )
 
 

@@ -22,10 +22,10 @@ vllm:nixl_num_failed_transfers_total{engine="0",model_name="m"} 2.0
 """
 OWN = """
 vllm:prompt_tokens_by_source_total{engine="0",model_name="m",source="external_kv_transfer"} 300.0
-cleave_kv_pull_seconds_sum{engine="0",model_name="m",way="gloo"} 0.25
-cleave_kv_pull_seconds_sum{engine="0",model_name="m",way="shared memory"} 0.25
-cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="gloo"} 1.0e+06
-cleave_kv_pulled_bytes_total{engine="0",model_name="m",way="shared memory"} 500000.0
+cleave_kv_pull_seconds_sum{engine="0",model_name="m",transport="gloo"} 0.25
+cleave_kv_pull_seconds_sum{engine="0",model_name="m",transport="shared memory"} 0.25
+cleave_kv_pulled_bytes_total{engine="0",model_name="m",transport="gloo"} 1.0e+06
+cleave_kv_pulled_bytes_total{engine="0",model_name="m",transport="shared memory"} 500000.0
 cleave_kv_lost_total{engine="0",model_name="m",reason="boot"} 0.0
 cleave_kv_lost_total{engine="0",model_name="m",reason="expired"} 7.0
 cleave_kv_lost_total{engine="0",model_name="m",reason="peer_lost"} 2.0

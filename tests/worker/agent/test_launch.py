@@ -45,7 +45,7 @@ def test_the_boot_id_is_the_engine_id_of_the_kv_transfer(config_of: ConfigOf) ->
 def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_address(
     config_of: ConfigOf,
 ) -> None:
-    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"ways": ["gloo"]}}')
+    given = ("--kv-transfer-config", '{"kv_connector_extra_config": {"transports": ["gloo"]}}')
     config = config_of(engine="vllm", connector="cleave", engine_args=given)
     assert json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config")) == {
         "kv_connector": "CleaveConnector",
@@ -57,7 +57,7 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
             "host": config.host,
             "port": 5601,
             "prefix_port": 5602,
-            "ways": ["gloo"],
+            "transports": ["gloo"],
         },
         "engine_id": "boot1",
     }
@@ -66,7 +66,7 @@ def test_the_own_connector_recomputes_what_it_refuses_and_serves_on_the_pods_add
 def test_the_own_connector_gets_the_transfer_size(config_of: ConfigOf) -> None:
     config = config_of(engine="vllm", connector="cleave", transfer="perchunk")
     output = json.loads(option(build_engine_launch(config, BOOT, {}), "--kv-transfer-config"))
-    assert output["kv_connector_extra_config"]["pace"] == "chunk"
+    assert output["kv_connector_extra_config"]["granularity"] == "chunk"
 
 
 @pytest.mark.parametrize("connector", ["cleave", "nixl"])
@@ -253,14 +253,14 @@ def test_engine_and_kv_side_channel_listen_on_the_pods_address(config: AgentConf
 def test_an_engine_without_terms_is_as_it_comes(config_of: ConfigOf) -> None:
     launch = build_engine_launch(config_of(engine="vllm"), BOOT, {})
     assert "--scheduler-cls" not in launch.argv
-    assert "CLEAVE_TERMS_PAGE" not in launch.env
+    assert "CLEAVE_SCHEDULING_PAGE" not in launch.env
 
 
 def test_an_engine_with_terms_follows_their_page(config_of: ConfigOf) -> None:
-    boot = replace(BOOT, scheduling_page=Path("/run/x/terms"))
+    boot = replace(BOOT, scheduling_page=Path("/run/x/scheduling"))
     launch = build_engine_launch(config_of(engine="vllm"), boot, {})
     assert option(launch, "--scheduler-cls") == "cleave_worker.vllm.scheduler.make_scheduler"
-    assert launch.env["CLEAVE_TERMS_PAGE"] == "/run/x/terms"
+    assert launch.env["CLEAVE_SCHEDULING_PAGE"] == "/run/x/scheduling"
     with pytest.raises(LaunchError, match="exclude each other"):
         build_engine_launch(config_of(engine="vllm", engine_args=("--scheduler-cls=x",)), boot, {})
 

@@ -21,8 +21,8 @@ async def test_the_engine_gets_the_terms_of_each_role(config: AgentConfig, tmp_p
     instance = WorkerInstance(replace(config, scheduling={DECODE: SMALL}))
     with (
         LoadPage(tmp_path / "load") as load,
-        SchedulingPage(tmp_path / "terms") as page,
-        SchedulingPage(tmp_path / "terms") as engine,
+        SchedulingPage(tmp_path / "scheduling") as page,
+        SchedulingPage(tmp_path / "scheduling") as engine,
     ):
         instance.start_boot("b1", "http://h:1", EnginePages(load, page))
         assert engine.read_if_changed() == RoleSchedulingConfig()

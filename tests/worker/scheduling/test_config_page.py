@@ -1,4 +1,4 @@
-"""The terms page between an agent and its engine."""
+"""The scheduling page between an agent and its engine."""
 
 from pathlib import Path
 
@@ -11,7 +11,10 @@ TERMS = RoleSchedulingConfig(PrefillOrder.LJF, 8, 64, 512, 128, Admission.RESERV
 
 
 def test_an_engine_hears_of_each_change_once(tmp_path: Path) -> None:
-    with SchedulingPage(tmp_path / "terms") as agent, SchedulingPage(tmp_path / "terms") as engine:
+    with (
+        SchedulingPage(tmp_path / "scheduling") as agent,
+        SchedulingPage(tmp_path / "scheduling") as engine,
+    ):
         assert engine.read_if_changed() is None
         agent.write(TERMS)
         assert engine.read_if_changed() == TERMS
@@ -21,8 +24,8 @@ def test_an_engine_hears_of_each_change_once(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_starts_later_hears_of_the_newest(tmp_path: Path) -> None:
-    with SchedulingPage(tmp_path / "terms") as agent:
+    with SchedulingPage(tmp_path / "scheduling") as agent:
         agent.write(RoleSchedulingConfig())
         agent.write(TERMS)
-        with SchedulingPage(tmp_path / "terms") as engine:
+        with SchedulingPage(tmp_path / "scheduling") as engine:
             assert engine.read_if_changed() == TERMS

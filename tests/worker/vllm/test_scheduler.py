@@ -321,8 +321,8 @@ def test_an_engine_without_work_admits_above_the_target(make: Make, clock: Clock
 def test_the_page_is_looked_at_before_each_pass(
     make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(ENV, str(tmp_path / "terms"))
-    with SchedulingPage(tmp_path / "terms") as agent:
+    monkeypatch.setenv(ENV, str(tmp_path / "scheduling"))
+    with SchedulingPage(tmp_path / "scheduling") as agent:
         agent.write(RoleSchedulingConfig(max_num_batched_tokens=8))
         scheduler = make()
         add(scheduler, "a", 60)

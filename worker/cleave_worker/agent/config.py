@@ -18,7 +18,7 @@ from cleave.rpc.credentials import CALLERS_ENV, PEERS_ENV, TOKEN_ENV
 from cleave.rpc.listen_addresses import parse_port
 from cleave.rpc.v1 import agent_pb2
 from cleave_worker.scheduling.config import ROLES, Role, RoleSchedulingConfig, SchedulingConfigError
-from cleave_worker.scheduling.config import parse as parse_terms
+from cleave_worker.scheduling.config import parse as parse_scheduling
 
 GANG_KEY_ENV = "CLEAVE_GANG_KEY"
 """Environment variable with what a launcher asks its own agents for."""
@@ -306,7 +306,7 @@ def _parse_rank(text: str) -> int:
 
 def _parse_scheduling(text: str) -> dict[Role, RoleSchedulingConfig]:
     try:
-        return parse_terms(text)
+        return parse_scheduling(text)
     except SchedulingConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

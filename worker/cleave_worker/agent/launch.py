@@ -26,7 +26,7 @@ from cleave_worker.agent.config import GANG_KEY_ENV, OVERLAPPED_TRANSFERS, Agent
 from cleave_worker.agent.cpu_cores import build_omp_binding
 from cleave_worker.agent.weights.engine_arguments import get_option, remove_option
 from cleave_worker.agent.weights.loaded_weights import NO_WEIGHTS, Weights
-from cleave_worker.scheduling.config_page import ENV as TERMS_PAGE_ENV
+from cleave_worker.scheduling.config_page import ENV as SCHEDULING_PAGE_ENV
 
 _KV_TRANSFER = "--kv-transfer-config"
 _EXTRA_CONFIG = "kv_connector_extra_config"
@@ -311,7 +311,7 @@ def _build_kv_transfer_config(
         ports = {"port": boot.kv_port, "prefix_port": boot.prefix_port}
         extra: dict[str, object] = {"host": config.host, **ports}
         if granularity := OVERLAPPED_TRANSFERS.get(config.transfer):
-            extra["pace"] = granularity
+            extra["granularity"] = granularity
         user_extra = user_settings.get(_EXTRA_CONFIG)
         extra |= user_extra if isinstance(user_extra, dict) else {}
         user_settings = {**user_settings, _EXTRA_CONFIG: extra}
@@ -381,7 +381,7 @@ def _build_environment(config: AgentConfig, boot: Boot, base: Mapping[str, str])
     inherited = {name: base[name] for name in base.keys() - hidden}
     env = inherited | own
     if boot.scheduling_page is not None:
-        env[TERMS_PAGE_ENV] = str(boot.scheduling_page)
+        env[SCHEDULING_PAGE_ENV] = str(boot.scheduling_page)
     if can_load_adapters(config):
         # Adds paths to the engine's API, for which `access.engine_access` always asks for the key.
         env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

@@ -14,7 +14,7 @@ from cleave.policy.prompt_order import PrefillOrder
 from cleave.shm.page import Page
 from cleave_worker.scheduling.config import RoleSchedulingConfig
 
-ENV = "CLEAVE_TERMS_PAGE"
+ENV = "CLEAVE_SCHEDULING_PAGE"
 """Environment variable with the path of the page, for the engine."""
 
 _BODY = struct.Struct("<7Q")

@@ -158,8 +158,8 @@ def test_statistics_reach_the_page_of_metrics(connector: Any) -> None:
     other = connector.build_kv_connector_stats(transfers.data)
     series.observe(transfers.aggregate(other.clone_and_reset()).data)
     page = generate_latest(registry).decode()
-    assert 'cleave_kv_pulled_bytes_total{engine="0",way="gloo"} 2000.0' in page
-    assert 'cleave_kv_pull_seconds_sum{engine="0",way="gloo"} 1.0' in page
+    assert 'cleave_kv_pulled_bytes_total{engine="0",transport="gloo"} 2000.0' in page
+    assert 'cleave_kv_pull_seconds_sum{engine="0",transport="gloo"} 1.0' in page
     assert 'reason="prompt"} 2.0' in page
     assert 'reason="expired"} 4.0' in page
     assert 'reason="boot"} 0.0' in page

@@ -203,7 +203,7 @@ def _reserve_communicator(api: NcclApi) -> None:
     if free < needed:
         raise LinkError(
             f"NCCL needs {needed >> 20} MiB of free GPU memory and {free >> 20} MiB are free: "
-            "lower --gpu-memory-utilization, or take nccl out of ways"
+            "lower --gpu-memory-utilization, or take nccl out of transports"
         )
     if not _slots.acquire(blocking=False):
         raise LinkError(f"{MAX_COMMUNICATORS} peers use NCCL already, and no more may")

@@ -67,7 +67,7 @@ def filter_installed(transports: Sequence[Transport]) -> tuple[Transport, ...]:
         return tuple(transports)
     available = tuple(transport for transport in transports if transport is not Transport.NIXL)
     if not available:
-        raise ValueError("ways: nixl is not installed: install it, or name other transports")
+        raise ValueError("transports: nixl is not installed: install it, or name other transports")
     _log.info("NIXL is not installed: KV is transferred over %s", " or ".join(available))
     return available
 

@@ -280,8 +280,10 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def _read_settings(self, device: torch.device) -> ConnectorSettings:
         extra = self._kv_transfer_config.get_from_extra_config
-        transports = tuple(Transport(name) for name in extra("ways", choose_transports(device)))
-        granularity = TransferGranularity(extra("pace", TransferGranularity.LAYER))
+        transports = tuple(
+            Transport(name) for name in extra("transports", choose_transports(device))
+        )
+        granularity = TransferGranularity(extra("granularity", TransferGranularity.LAYER))
         is_by_layer = granularity is TransferGranularity.LAYER
         # With microbatches vLLM reports a layer as done when only a part of the tokens is.
         if is_by_layer and self._vllm_config.parallel_config.use_ubatching:
@@ -293,7 +295,7 @@ class CleaveConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             transfer_s=float(extra("transfer_timeout", _TRANSFER_TIMEOUT_S)),
             check_bytes=bool(extra("checksums", False)),
             granularity=granularity,
-            layerwise_timeout_s=float(extra("follow_timeout", 120)),
+            layerwise_timeout_s=float(extra("layerwise_timeout", 120)),
         )
 
     def _require_scheduler(self) -> SchedulerSide:

@@ -96,12 +96,12 @@ class KvTransferMetrics(metrics.KVConnectorPromMetrics):
             name="cleave_kv_pull_seconds",
             documentation="Time from the request for a prompt's KV to its last byte.",
             buckets=_SECONDS,
-            labelnames=[*labelnames, "way"],
+            labelnames=[*labelnames, "transport"],
         )
         pulled = self._counter_cls(
             name="cleave_kv_pulled_bytes",
             documentation="KV pulled from other engines.",
-            labelnames=[*labelnames, "way"],
+            labelnames=[*labelnames, "transport"],
         )
         failures = self._counter_cls(
             name="cleave_kv_lost",

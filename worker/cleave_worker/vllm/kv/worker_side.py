@@ -57,7 +57,7 @@ class _FinishedPull:
 
 
 class TransferGranularity(StrEnum):
-    """How much KV is announced at a time; values are those of the setting `pace`."""
+    """How much KV is announced at a time; values are those of the setting `granularity`."""
 
     PROMPT = "prompt"
     CHUNK = "chunk"
