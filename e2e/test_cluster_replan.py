@@ -131,7 +131,7 @@ def planned_threshold(chat: Chat) -> int:
 
 def apply_threshold(chat: Chat) -> bool:
     """Whether every gateway applies the plan's threshold, as its page says."""
-    expected = 'cleave_gateway_plan_threshold_tokens{threshold="whole_below"} '
+    expected = 'cleave_gateway_plan_threshold_tokens{threshold="short_prompt"} '
     found = set()
     for pod in list_gateways(chat):
         address = f"http://{pod['status']['podIP']}:{GATEWAY_PORT}/metrics"

@@ -109,7 +109,7 @@ def describe(name: str, labels: Manifest) -> FleetInstance:
         role=role,
         home=role,
         state="ready",
-        contact="heard",
+        contact="fresh",
         selectable=True,
         kv_path=path,
     )

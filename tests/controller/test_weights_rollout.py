@@ -90,7 +90,7 @@ class Fleet:
             if reading is not None:
                 role = pod["metadata"]["labels"][ROLE]
                 found[name] = FleetInstance(
-                    name, role=role, home=role, state="ready", contact="heard", selectable=True,
+                    name, role=role, home=role, state="ready", contact="fresh", selectable=True,
                     kv_path=KvPath(verified=True), weights=reading.weights,
                     weights_read_s=reading.at_s, weights_fault=reading.fault,
                 )  # fmt: skip

@@ -279,21 +279,21 @@ async def test_thresholds_of_another_plan_are_applied_while_it_serves(
     """And exported, as a review of the plan must know what was in force."""
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     async with serve_slices(tmp_path / "kubeconfig") as server:
-        server.slices = {"one": build_slice("one", version=1, whole_below=256)}
+        server.slices = {"one": build_slice("one", version=1, short_prompt_tokens=256)}
         agents = "endpoints:prod/chat-workers:9000"
         stage = await make_stage({}, agents=agents, ahead_from_tokens=64)
 
         async def read_thresholds() -> tuple[str, ...]:
             page = (await stage.ask(None, "/metrics")).body.decode()
             pattern = r'plan_threshold_tokens{threshold="%s"} (\d+)'
-            names = "whole_below", "ahead_from"
+            names = "short_prompt", "overlap_min"
             return tuple(re.findall(pattern % name, page)[0] for name in names)
 
         context = stage.context
         await stage.until(lambda: context.metrics.whole_below_tokens == 256, "the first plan's")
         assert context.ahead_from_tokens == 64, "the flag counts where the plan says nothing"
         assert await read_thresholds() == ("256", "64")
-        server.put(build_slice("one", version=2, whole_below=32, ahead_from=512))
+        server.put(build_slice("one", version=2, short_prompt_tokens=32, overlap_min_tokens=512))
         await stage.until(lambda: context.metrics.whole_below_tokens == 32, "the next plan's")
         assert context.ahead_from_tokens == 512
         assert context.router._short_prompt_tokens == 32

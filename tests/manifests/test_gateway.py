@@ -51,8 +51,8 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
         *("--internal-port", "8081"),
         *("--agents", "$(CLEAVE_AGENTS)", "--deployment", "chat", "--fallback", "OnPrefillLoss"),
         *("--policy", "PrefixAware", "--session-header", "x-session"),
-        *("--ttft-ms", "400", "--tpot-ms", "40.5", "--itl-p99-ms", "60", "--late", "Refuse"),
-        *("--queue-limit", "7"),
+        *("--ttft-ms", "400", "--tpot-ms", "40.5", "--itl-p99-ms", "60"),
+        *("--late-requests", "Refuse", "--queue-limit", "7"),
         *("--flipping", "Advisory", "--min-prefill", "1", "--min-decode", "2"),
         *("--drain-timeout", "600", "--allowed-hosts", "localhost"),
     ]
@@ -129,7 +129,7 @@ def test_in_a_cluster_it_is_the_same_pod_that_leaves_politely(deployment) -> Non
     behind = container(build_gateway_deployment(deployment())["spec"]["template"])
     *shared, flag, hosts = alone["command"]
     assert (flag, hosts) == ("--allowed-hosts", "localhost"), "only there its clients are browsers"
-    assert behind["command"] == [*shared, "--leave-delay", str(SHUTDOWN_DELAY_S)]
+    assert behind["command"] == [*shared, "--shutdown-delay", str(SHUTDOWN_DELAY_S)]
     assert [port["containerPort"] for port in behind["ports"]] == [8080, 8081]
     assert behind["livenessProbe"]["httpGet"] == {"path": "/livez", "port": 8081}
 
@@ -290,8 +290,8 @@ def test_gateways_are_pulled_as_workers_are_and_have_the_usual_labels(deployment
 def test_the_gateway_gets_the_prompt_limit_of_decode_instances(deployment) -> None:
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, whole_below_tokens=256)
     alone = container(build_gateway_pod(deployment(), plan=plan))["command"]
-    assert ("--whole-below", "256") in pairwise(alone)
-    assert "--whole-below" not in container(build_gateway_pod(deployment()))["command"]
+    assert ("--short-prompt-tokens", "256") in pairwise(alone)
+    assert "--short-prompt-tokens" not in container(build_gateway_pod(deployment()))["command"]
 
 
 def test_a_plan_changes_no_gateway_in_a_cluster(deployment) -> None:
@@ -306,14 +306,14 @@ def test_the_gateway_gets_the_prompt_limit_of_overlapped_prefill(deployment) -> 
     plan = SelectedPlan(revision="r", reason="planned", gpus=2, ahead_from_tokens=512)
     engine = {"connector": "Cleave", "transfer": "Auto"}
     command = container(build_gateway_pod(deployment(engine=engine), plan=plan))["command"]
-    assert ("--ahead-from", "512") in pairwise(command)
+    assert ("--overlap-min-tokens", "512") in pairwise(command)
     assert get_thresholds(deployment(engine=engine), plan) == PlanThresholds(0, 512)
     assert get_thresholds(deployment(), plan) == PlanThresholds()
     for others in (
         build_gateway_pod(deployment(engine=engine)),
         build_gateway_pod(deployment(engine=engine | {"transfer": "PerLayer"}), plan=plan),
     ):
-        assert "--ahead-from" not in container(others)["command"]
+        assert "--overlap-min-tokens" not in container(others)["command"]
 
 
 def test_requests_wait_for_instances_where_these_may_all_be_gone(deployment) -> None:

@@ -49,8 +49,8 @@ def test_its_labels_are_the_thresholds_of_the_plan_and_not_its_selector(deployme
     labelled = build_workers_service(deployment(), PlanThresholds(256, 512))
     assert labelled["metadata"]["labels"] == {
         **plain["metadata"]["labels"],
-        "cleave.dev/whole-below": "256",
-        "cleave.dev/ahead-from": "512",
+        "cleave.dev/short-prompt-tokens": "256",
+        "cleave.dev/overlap-min-tokens": "512",
     }
     assert labelled["spec"] == plain["spec"]
 

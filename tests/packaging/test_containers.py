@@ -183,7 +183,7 @@ def test_a_gateway_that_serves_still_drains(
 ) -> None:
     public, internal = free_ports()
     ports = (f"--port={public}", f"--internal-port={internal}")
-    process, main = start_in_pod(specs["gateway"], start, *ports, "--leave-delay=0")
+    process, main = start_in_pod(specs["gateway"], start, *ports, "--shutdown-delay=0")
     until_answered(process, f"http://{pod_ip}:{public}/health")
     os.kill(main, signal.SIGTERM)
     assert process.wait(START_S) == 0

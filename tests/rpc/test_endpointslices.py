@@ -125,13 +125,13 @@ async def test_what_was_known_stays_while_the_server_is_away(server, make_slice,
 
 async def test_thresholds_of_the_service_follow_its_labels(server, make_slice, until) -> None:
     server.slices = {
-        "one": make_slice("one", "10.0.0.1", version=5, whole_below=256),
+        "one": make_slice("one", "10.0.0.1", version=5, short_prompt_tokens=256),
         "two": make_slice("two", "fd00::1", kind="IPv6", version=4),
     }
     async with watching() as watcher:
         await until(lambda: server.is_watched, "it watches")
         assert watcher.thresholds == PlanThresholds(256), "the one written last counts"
-        server.put(make_slice("two", version=9, whole_below=64, ahead_from=512))
+        server.put(make_slice("two", version=9, short_prompt_tokens=64, overlap_min_tokens=512))
         await until(lambda: watcher.thresholds == PlanThresholds(64, 512), "other labels")
         await server.stop()
         await asyncio.sleep(0.2)

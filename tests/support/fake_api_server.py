@@ -11,7 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 def build_slice(
     name: str, *hosts: str, kind: str = "IPv4", version: int = 0, **thresholds: int
 ) -> dict:
-    """An EndpointSlice; `thresholds`: labels, as `whole_below=256`."""
+    """An EndpointSlice; `thresholds`: labels, as `short_prompt_tokens=256`."""
     named = {f"cleave.dev/{key.replace('_', '-')}": str(n) for key, n in thresholds.items()}
     return {
         "metadata": {"name": name, "resourceVersion": str(version), "labels": named},

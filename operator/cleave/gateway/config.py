@@ -138,7 +138,7 @@ class Timeouts:
         "prefill, and the first token of a stream; includes queueing in the engine",
     )
     response_s: float = _declare_seconds(
-        "--answer-timeout",
+        "--response-timeout",
         600.0,
         "a response that is not streamed: its first byte comes with its last token",
     )
@@ -160,7 +160,7 @@ class Timeouts:
         "how long a stream that lost its engine waits for another instance",
     )
     shutdown_delay_s: float = _declare_seconds(
-        "--leave-delay",
+        "--shutdown-delay",
         0.0,
         "from SIGTERM until new connections are refused: as long as all nodes need to stop sending "
         "them here",
@@ -282,7 +282,7 @@ class GatewayConfig:
         "send --ttft-ms and --tpot-ms with requests to engines, whose scheduling uses them",
     )
     late_policy: LateRequestPolicy = _declare(
-        "--late",
+        "--late-requests",
         LateRequestPolicy.SERVE,
         "what happens to requests that can no longer meet --ttft-ms",
     )
@@ -296,14 +296,14 @@ class GatewayConfig:
         metavar="NAME",
     )
     whole_below_tokens: int = _declare(
-        "--whole-below",
+        "--short-prompt-tokens",
         0,
         "while prefill instances are busy, the decode instance computes prompts up to this "
         "length itself; 0: none; a plan's label of the workers' Service counts instead",
         metavar="TOKENS",
     )
     ahead_from_tokens: int = _declare(
-        "--ahead-from",
+        "--overlap-min-tokens",
         0,
         "KV of prompts from this length on is transferred while it is computed, by workers "
         "with --transfer auto; 0: none; a plan's label of the workers' Service counts instead",

@@ -61,8 +61,8 @@ def build_gateway_pod(
     one."""
     flags = _build_flags(deployment, host, port, internal_port)
     thresholds = get_thresholds(deployment, plan)
-    flags["--whole-below"] = thresholds.whole_below_tokens or None
-    flags["--ahead-from"] = thresholds.ahead_from_tokens or None
+    flags["--short-prompt-tokens"] = thresholds.whole_below_tokens or None
+    flags["--overlap-min-tokens"] = thresholds.ahead_from_tokens or None
     # Such a machine has browsers, and no keys keep their pages away.
     flags["--allowed-hosts"] = "localhost"
     container = _build_container(deployment, flags, port, internal_port)
@@ -166,7 +166,7 @@ def _build_cluster_container(deployment: LLMDeployment, images: Images) -> Manif
     """The container in a cluster: with a shutdown delay and a liveness probe."""
     gateway, scaling = deployment.spec.gateway, deployment.spec.scaling
     flags = _build_flags(deployment, LISTEN_ON, GATEWAY_PORT, INTERNAL_PORT)
-    flags["--leave-delay"] = SHUTDOWN_DELAY_S
+    flags["--shutdown-delay"] = SHUTDOWN_DELAY_S
     flags["--wake-timeout"] = scaling.wake_timeout_s if scaling.idle_s is not None else None
     if gateway.endpoint_picker:
         flags["--endpoint-picker-port"] = PICKER_PORT
@@ -217,7 +217,7 @@ def _build_flags(
         "--tpot-ms": slo.tpot_ms,
         "--itl-p99-ms": slo.itl_p99_ms,
         "--send-targets": scheduling is not None and scheduling.uses_targets,
-        "--late": routing.late,
+        "--late-requests": routing.late,
         "--queue-limit": routing.queue_limit,
         "--flipping": spec.flipping,
         "--min-prefill": pools.min_prefill,

@@ -74,7 +74,7 @@ class Target:
 class Connectivity(enum.Enum):
     """State of the connection to an instance's agent."""
 
-    FRESH = "heard"
+    FRESH = "fresh"
     """Connected, with recent events."""
     STALE = "stale"
     """Connected, no event for STALE_S: takes only requests that no other instance can take."""

@@ -65,7 +65,7 @@ _OBSERVE_EVERY = 8
 class RequestPhase(enum.Enum):
     """The phases of a request to release."""
 
-    ALL = "whole"
+    ALL = "all"
     PREFILL = "prefill"
     DECODE = "decode"
 

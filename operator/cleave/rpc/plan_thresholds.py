@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 log = logging.getLogger(__name__)
 
-WHOLE_BELOW, AHEAD_FROM = "cleave.dev/whole-below", "cleave.dev/ahead-from"
+SHORT_PROMPT, OVERLAP_MIN = "cleave.dev/short-prompt-tokens", "cleave.dev/overlap-min-tokens"
 """Labels; an absent one means 0, as gateways and operators of earlier versions have none."""
 _MAX_DIGITS = 9
 
@@ -28,13 +28,13 @@ class PlanThresholds:
 
     def to_labels(self) -> dict[str, str]:
         """The labels of the Service."""
-        values = {WHOLE_BELOW: self.whole_below_tokens, AHEAD_FROM: self.ahead_from_tokens}
+        values = {SHORT_PROMPT: self.whole_below_tokens, OVERLAP_MIN: self.ahead_from_tokens}
         return {name: str(tokens) for name, tokens in values.items() if tokens}
 
 
 def parse_thresholds(labels: Mapping[str, str]) -> PlanThresholds:
     """The thresholds among the labels of a slice; one that is no number counts as absent."""
-    return PlanThresholds(_parse_tokens(labels, WHOLE_BELOW), _parse_tokens(labels, AHEAD_FROM))
+    return PlanThresholds(_parse_tokens(labels, SHORT_PROMPT), _parse_tokens(labels, OVERLAP_MIN))
 
 
 def _parse_tokens(labels: Mapping[str, str], name: str) -> int:

@@ -200,7 +200,7 @@ def build_counters(samples: Mapping[str, list[Sample]], at_s: float) -> GatewayC
         waiting=total("requests_waiting"),
         ttft_target_ms=target_ms("ttft"),
         tpot_target_ms=target_ms("tpot"),
-        whole_below_tokens=round(total("plan_threshold_tokens", threshold="whole_below")),
+        whole_below_tokens=round(total("plan_threshold_tokens", threshold="short_prompt")),
     )
 
 

@@ -19,7 +19,7 @@ GOOD = KvPath(verified=True, transport="nixl over tcp", bytes_per_s=1.2e9)
 
 
 def make_instance(name: str, role: str = "decode", **fields: Any) -> FleetInstance:
-    known = {"home": role, "state": "ready", "contact": "heard", "kv_path": GOOD}
+    known = {"home": role, "state": "ready", "contact": "fresh", "kv_path": GOOD}
     return FleetInstance(name, "chat", "m", role=role, **{**known, **fields})
 
 

@@ -153,10 +153,10 @@ def describe_body(body: bytes, status: int = 200) -> bytes:
 
 async def test_the_reports_of_replicas_are_merged(serve: Answering) -> None:
     one = FleetInstance(
-        "d-0", contact="heard", num_running=3, report_age_s=0.5, requests_in_flight=2
+        "d-0", contact="fresh", num_running=3, report_age_s=0.5, requests_in_flight=2
     )
     two = FleetInstance(
-        "d-0", contact="heard", num_running=4, report_age_s=0.1, requests_in_flight=1
+        "d-0", contact="fresh", num_running=4, report_age_s=0.1, requests_in_flight=1
     )
     urls = [
         await serve(describe_body(page(one))),
@@ -192,7 +192,7 @@ async def test_fields_that_are_new_or_no_longer_sent_do_no_harm(serve: Answering
 
 def test_a_gateway_that_has_lost_an_agent_is_believed_last() -> None:
     lost = FleetInstance("d-0", contact="connection lost", state="ready", report_age_s=0.0)
-    heard = FleetInstance("d-0", contact="heard", state="draining", report_age_s=1.0)
+    heard = FleetInstance("d-0", contact="fresh", state="draining", report_age_s=1.0)
     for views in ((lost, heard), (heard, lost)):
         assert merge((FleetStatus((view,)) for view in views), {})["d-0"].state == "draining"
 
@@ -240,7 +240,7 @@ def test_an_instance_that_has_not_been_tested_yet_says_what_it_does() -> None:
 
 
 def test_a_gateway_that_has_not_connected_yet_stops_no_instance_from_serving() -> None:
-    sends = FleetInstance("d-0", contact="heard", selectable=True, report_age_s=0.1)
+    sends = FleetInstance("d-0", contact="fresh", selectable=True, report_age_s=0.1)
     waits = FleetInstance("d-0", contact="silent", report_age_s=0.0)
     assert merge((FleetStatus((view,)) for view in (waits, sends)), {})["d-0"].selectable
 

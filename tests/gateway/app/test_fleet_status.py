@@ -49,7 +49,7 @@ async def test_every_instance_is_listed_with_its_load_and_kv_path(stage) -> None
         home="mixed",
         state="ready",
         epoch=4,
-        contact="heard",
+        contact="fresh",
         selectable=True,
         restarts=2,
         num_running=3,

@@ -73,7 +73,7 @@ def test_counts_of_all_processes_are_added_up_and_targets_are_not(shared_state) 
     assert page["cleave_gateway_ttft_seconds_sum", ("m", "mixed")] == pytest.approx(0.1)
     assert page["cleave_gateway_phase_seconds_sum", ("m", "prefill")] == 500
     assert page["cleave_gateway_slo_target_seconds", ("ttft",)] == 0.4
-    assert page["cleave_gateway_plan_threshold_tokens", ("whole_below",)] == 256
+    assert page["cleave_gateway_plan_threshold_tokens", ("short_prompt",)] == 256
     assert page["cleave_gateway_requests_in_flight", ()] == 7
 
 

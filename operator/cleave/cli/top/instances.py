@@ -21,7 +21,7 @@ _FULL_USAGE = 0.9
 """Used share of the KV cache from which the bar is red."""
 _HIT_TOLERANCE = 0.1
 """Difference of predicted and real hit shares that is not shown, as in the alert."""
-_CONNECTED = ("", "heard")
+_CONNECTED = ("", "fresh")
 _STYLES = dict.fromkeys(("starting", "draining", "stale"), "yellow")
 _STYLES |= {"ready": "green", "verifying": "cyan"}
 

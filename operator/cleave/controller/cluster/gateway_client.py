@@ -40,7 +40,7 @@ _PAGE_LIMIT = 4 << 20
 _MAX_OBJECTS = 5 * MAX_INSTANCES + MAX_REPORTS * MAX_REPORT_BRACES
 """JSON objects in a page: an instance has four, its texts hold few braces, and gateways bound those
 of reports. Bounds the time that decoding takes, during which nothing else runs."""
-_CONNECTED = ("heard", "stale")
+_CONNECTED = ("fresh", "stale")
 _MAX_AGE_S = 45.0
 _FIRST_INCOMPLETE_AGE_S = 1.0
 """How long the first incomplete response is used; doubles with each further one."""

@@ -112,7 +112,7 @@ def _list_states(total: GatewayMetrics) -> Iterator[Family]:
     yield build_gauge(
         "cleave_gateway_plan_threshold_tokens",
         "Prompt lengths from the plan that this gateway applies; 0: none",
-        [("whole_below", total.whole_below_tokens), ("ahead_from", total.ahead_from_tokens)],
+        [("short_prompt", total.whole_below_tokens), ("overlap_min", total.ahead_from_tokens)],
         "threshold",
     )
     text = "Unix time when the TLS certificate in use expires"

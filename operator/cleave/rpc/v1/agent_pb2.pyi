@@ -313,13 +313,13 @@ class Registration(_message.Message):
     cell: _builtins.str
     """KV moves fast within it (pods: one node or NVLink domain); empty: none"""
     home: Global___Role.ValueType
-    """its pool's role: flips change role, never this; a lasting order does"""
+    """the pool's role: flips change only `role`; a lasting order changes both"""
     max_adapters: _builtins.int
     """of them that it holds at a time (vLLM: --max-loras)"""
     kv_port: _builtins.int
-    """where KV can be followed while it is computed; 0: nowhere"""
+    """where KV can be pulled while it is computed; 0: nowhere"""
     ahead_from_tokens: _builtins.int
-    """prompts from so many on are worth following; 0: the plan knows"""
+    """shortest prompt whose KV is transferred while it is computed; 0: as the plan says"""
     last_failure: _builtins.str
     """why the engine was started again last, one sentence; empty: it was not"""
     model_report: _builtins.str
@@ -462,7 +462,7 @@ class KvPath(_message.Message):
     transfer_ms: _builtins.float
     """decode request of the test, to its first token"""
     detail: _builtins.str
-    """which way, bytes, tokens, seconds and rate; or why it is not verified"""
+    """direction, bytes, tokens, seconds and rate; or why it is not verified"""
     bytes_per_s: _builtins.float
     """bytes that the decode engine pulled / seconds it took; 0: not told"""
     pull_ms: _builtins.float
@@ -587,7 +587,7 @@ class SetRoleRequest(_message.Message):
     boot_id: _builtins.str
     """optional: refuse when the engine was restarted since"""
     lasting: _builtins.bool
-    """the home changes too: the instance belongs to another pool from now on"""
+    """`home` changes too: the instance belongs to another pool from now on"""
     def __init__(
         self,
         *,

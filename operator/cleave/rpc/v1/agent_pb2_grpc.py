@@ -80,8 +80,8 @@ class AgentServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetRole(self, request, context):
-        """Set what the instance serves now. It is told to everybody once a hand-off the
-        way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+        """Set the role that the instance serves. It is announced once a handoff in the role's
+        direction has succeeded. INVALID_ARGUMENT when the agent does not know
         the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
         not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
         failed. Then the role stays what it was.

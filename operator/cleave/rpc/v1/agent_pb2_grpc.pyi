@@ -40,8 +40,8 @@ class AgentStub:
     (engine restarted, role set, draining, not ready). The stream ends with the agent.
     """
     SetRole: _grpc.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]
-    """Set what the instance serves now. It is told to everybody once a hand-off the
-    way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+    """Set the role that the instance serves. It is announced once a handoff in the role's
+    direction has succeeded. INVALID_ARGUMENT when the agent does not know
     the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
     not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
     failed. Then the role stays what it was.
@@ -71,8 +71,8 @@ class AgentAsyncStub(AgentStub):
     (engine restarted, role set, draining, not ready). The stream ends with the agent.
     """
     SetRole: _aio.UnaryUnaryMultiCallable[_agent_pb2.SetRoleRequest, _agent_pb2.SetRoleResponse]  # type: ignore[assignment]
-    """Set what the instance serves now. It is told to everybody once a hand-off the
-    way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+    """Set the role that the instance serves. It is announced once a handoff in the role's
+    direction has succeeded. INVALID_ARGUMENT when the agent does not know
     the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
     not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
     failed. Then the role stays what it was.
@@ -111,8 +111,8 @@ class AgentServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.SetRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.SetRoleResponse, _abc.Awaitable[_agent_pb2.SetRoleResponse]]:
-        """Set what the instance serves now. It is told to everybody once a hand-off the
-        way that the role needs was seen to work. INVALID_ARGUMENT when the agent does not know
+        """Set the role that the instance serves. It is announced once a handoff in the role's
+        direction has succeeded. INVALID_ARGUMENT when the agent does not know
         the role, or the epoch is more than 2^20 beyond its own; FAILED_PRECONDITION when it is
         not newer; ABORTED when boot_id names an earlier engine; UNAVAILABLE when that hand-off
         failed. Then the role stays what it was.
