@@ -8,12 +8,12 @@ a line for each check. Exit codes: 0 all hold, 1 some do not, 2 bad usage or no 
 import argparse
 import json
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any
+
+import httpx
 
 from cleave.rpc.kube_api import AccessError, ApiServerAccess, find_access
 
@@ -108,15 +108,18 @@ def request(
     headers = {"Accept": "application/json", "Content-Type": "application/json"}
     if access.token:
         headers["Authorization"] = f"Bearer {access.token}"
-    call = urllib.request.Request(access.url + path, body, headers)  # noqa: S310 - the API server
     try:
-        with urllib.request.urlopen(call, timeout=TIMEOUT_S, context=access.tls) as response:  # noqa: S310
-            return response.status, _decode(response.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, _decode(error.read())
-    except OSError as error:
+        response = httpx.request(
+            "GET" if body is None else "POST",
+            access.url + path,
+            content=body,
+            headers=headers,
+            verify=access.tls or True,
+            timeout=TIMEOUT_S,
+        )
+    except httpx.HTTPError as error:
         raise CheckError(f"the API server at {access.url} does not answer: {error}") from None
+    return response.status_code, _decode(response.content)
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def _set_up_logging(level: str, log_format: str) -> None:
     logs.configure(log_format, level=level)
     # kopf logs every event, and every retry while the API server is unreachable.
     logging.getLogger("kopf").setLevel(logging.WARNING)
+    # httpx logs every request.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
     logging.getLogger("kopf._cogs.clients").setLevel(logging.CRITICAL)
 
 

@@ -9,10 +9,7 @@ import json
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.client import HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import ProxyHandler, build_opener
 
 import grpc
 
@@ -22,6 +19,7 @@ from cleave.manifests.labels import GATEWAY
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import sign_with_token
 from cleave.rpc.enum_names import get_enum_name
+from cleave.rpc.http_client import HttpError, get, open_response
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave.rpc.weights_report import merge_weights
 
@@ -198,34 +196,27 @@ class GatewayHealth:
 async def get_gateway_health(url: str) -> GatewayHealth:
     """The health of the gateway at `url`; without a response it is not serving."""
     try:
-        status, body = await asyncio.to_thread(_get_page, f"{url}/health")
-    except (OSError, HTTPException) as error:
+        async with (
+            asyncio.timeout(_REQUEST_TIMEOUT_S),
+            open_response("GET", f"{url}/health", seconds=_REQUEST_TIMEOUT_S) as response,
+        ):
+            body = await response.read()
+    except (HttpError, TimeoutError) as error:
         return GatewayHealth(False, f"no response: {error}", has_answered=False)
-    serving = status == HTTPStatus.OK
+    serving = response.status == HTTPStatus.OK
     return GatewayHealth(serving, "" if serving else _parse_reason(body))
 
 
 async def count_handoffs(url: str) -> int:
     """KV handoffs that the gateway at `url` has used since its start; 0 without a response."""
     try:
-        _, page = await asyncio.to_thread(_get_page, f"{url}/metrics")
-    except (OSError, HTTPException):
+        page = await get(f"{url}/metrics", seconds=_REQUEST_TIMEOUT_S)
+    except HttpError:
         return 0
     for line in page.decode(errors="replace").splitlines():
         if line.startswith(_HANDOFFS_METRIC):
             return round(float(line.rpartition(" ")[2]))
     return 0
-
-
-def _get_page(url: str) -> tuple[int, bytes]:
-    """Status and body. Raises OSError, HTTPException without a response."""
-    try:
-        # No proxy: the gateway is on this machine.
-        response = build_opener(ProxyHandler({})).open(url, timeout=_REQUEST_TIMEOUT_S)
-    except HTTPError as error:
-        response = error
-    with response:
-        return response.status, response.read()
 
 
 def _parse_reason(body: bytes) -> str:

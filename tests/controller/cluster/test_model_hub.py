@@ -170,8 +170,9 @@ async def test_what_is_not_usable_is_logged_and_tried_again_later(
     assert (await find(reader)).config
 
 
-async def test_a_hub_that_is_away_is_a_fault() -> None:
-    assert (await find(ModelHub("http://127.0.0.1:1", Clock()))).fault
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://127.0.0.1:no-port"])
+async def test_a_hub_that_cannot_be_reached_is_a_fault(url: str) -> None:
+    assert (await find(ModelHub(url, Clock()))).fault
 
 
 async def test_endless_redirects_end(hub: Hub) -> None:

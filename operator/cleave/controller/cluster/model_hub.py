@@ -9,12 +9,13 @@ load.
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
-import aiohttp
+import httpx
 
 from cleave.api.model import MAX_CONFIG_LENGTH, ModelSpec
 from cleave.perf.model import config_parts, hf_config, model_report, model_source
@@ -30,6 +31,7 @@ _MAX_MODELS = 1_000
 _MAX_READS = 4
 """Reads at a time."""
 _REVISION = "main"
+_FAULTS = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, ModelConfigError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,7 @@ class ModelHub:
         self.url = url.rstrip("/")
         self._clock, token = clock, token.strip()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = ssl.create_default_context()
         self._answers: dict[tuple[str, str], HubAnswer] = {}
         self._reads: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._waiting: dict[tuple[str, str], list[Callable[[], None]]] = {}
@@ -72,7 +75,7 @@ class ModelHub:
         async with self._slots:
             try:
                 answer = HubAnswer(self._clock(), await self._read_config(key, model))
-            except (aiohttp.ClientError, OSError, ValueError, ModelConfigError) as error:
+            except _FAULTS as error:
                 answer = HubAnswer(self._clock(), fault=str(error) or type(error).__name__)
                 if before is None or before.fault != answer.fault:
                     log.warning("config.json of %s on %s: %s", key[0], self.url, answer.fault)
@@ -85,7 +88,7 @@ class ModelHub:
             on_read()
 
     async def _read_config(self, key: tuple[str, str], model: ModelSpec) -> Mapping[str, object]:
-        """The fields that plans read. Raises ClientError, OSError, ValueError or ModelConfigError,
+        """The fields that plans read. Raises HTTPError, OSError, ValueError or ModelConfigError,
         also where they are not usable."""
         config = await self._get_object(*key, "config.json")
         if config is None:
@@ -100,21 +103,23 @@ class ModelHub:
     async def _get_object(
         self, locator: str, revision: str, file: str
     ) -> Mapping[str, object] | None:
-        """A file of JSON; None: the model has no such file. Raises ClientError, OSError, ValueError
+        """A file of JSON; None: the model has no such file. Raises HTTPError, OSError, ValueError
         or ModelConfigError."""
         url = f"{self.url}/{locator}/resolve/{quote(revision, safe='')}/{file}"
-        timeout = aiohttp.ClientTimeout(TIMEOUT_S)
+        body = bytearray()
         # A redirect to another host goes without the token.
         async with (
-            aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
-            session.get(url, headers=self._headers, max_redirects=3) as response,
+            asyncio.timeout(TIMEOUT_S),
+            httpx.AsyncClient(
+                verify=self._tls, timeout=TIMEOUT_S, follow_redirects=True, max_redirects=3
+            ) as client,
+            client.stream("GET", url, headers=self._headers) as response,
         ):
-            if response.status == HTTPStatus.NOT_FOUND:
+            if response.status_code == HTTPStatus.NOT_FOUND:
                 return None
-            if not response.ok:
-                raise ModelConfigError(f"it answers {response.status}")
-            body = bytearray()
-            async for chunk in response.content.iter_any():
+            if not response.is_success:
+                raise ModelConfigError(f"it answers {response.status_code}")
+            async for chunk in response.aiter_bytes():
                 body += chunk
                 if len(body) > _MAX_BYTES:
                     raise ModelConfigError(f"it is longer than {_MAX_BYTES:,} bytes")

@@ -8,11 +8,12 @@ the time of polls would be wrong by as much; the time of each gateway's scrape c
 import asyncio
 import math
 import re
+import ssl
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 
-import aiohttp
+import httpx
 import msgspec
 from prometheus_client.samples import Sample
 
@@ -44,6 +45,7 @@ class PrometheusSource:
         self.url, token = url.rstrip("/"), token.strip()
         self._clock, self._retry_at = clock, -math.inf
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._tls = ssl.create_default_context()
 
     async def read_counters(self, instances: Collection[str]) -> dict[str, GatewayCounters]:
         """The newest counters of gateways by `instance`, which are their host:port; a gateway that
@@ -51,33 +53,34 @@ class PrometheusSource:
         silence = PrometheusError(f"Prometheus at {self.url}: no response within {TIMEOUT_S:g} s")
         if self._clock() < self._retry_at:
             raise silence
-        timeout = aiohttp.ClientTimeout(TIMEOUT_S)
         try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout, trust_env=True) as session,
-                session.get(
-                    self.url + _PATH,
-                    params={"query": build_query(instances)},
-                    headers=self._headers,
-                    # The token is for this server.
-                    allow_redirects=False,
-                ) as response,
-            ):
-                body = bytearray()
-                async for chunk in response.content.iter_any():
-                    body += chunk
-                    if len(body) > MAX_RESPONSE_BYTES:
-                        raise PrometheusError(
-                            f"Prometheus at {self.url}: the response is over "
-                            f"{MAX_RESPONSE_BYTES >> 20} MiB"
-                        )
+            # httpx's own timeout begins anew with each part of a response.
+            async with asyncio.timeout(TIMEOUT_S):
+                status, body = await self._fetch(build_query(instances))
             # In a thread: hundreds of gateways take a tenth of a second.
-            return await asyncio.to_thread(parse_counters, bytes(body), response.status)
-        except TimeoutError:
+            return await asyncio.to_thread(parse_counters, body, status)
+        except (TimeoutError, httpx.TimeoutException):
             self._retry_at = self._clock() + RETRY_S
             raise silence from None
-        except (aiohttp.ClientError, OSError, ValueError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise PrometheusError(f"Prometheus at {self.url}: {error}") from error
+
+    async def _fetch(self, query: str) -> tuple[int, bytes]:
+        """Status and body of a response. Raises HTTPError, InvalidURL and PrometheusError."""
+        body = bytearray()
+        # Redirects are not followed: the token is for this server.
+        async with (
+            httpx.AsyncClient(verify=self._tls, timeout=TIMEOUT_S) as client,
+            client.stream(
+                "GET", self.url + _PATH, params={"query": query}, headers=self._headers
+            ) as response,
+        ):
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > MAX_RESPONSE_BYTES:
+                    limit = f"{MAX_RESPONSE_BYTES >> 20} MiB"
+                    raise PrometheusError(f"Prometheus at {self.url}: the response is over {limit}")
+        return response.status_code, bytes(body)
 
 
 def build_query(instances: Collection[str]) -> str:
