@@ -20,6 +20,7 @@ from cleave.gateway.failover.transcript import Transcript
 from cleave.gateway.proxy.sse_relay import SseRelay
 
 from tests.support.completions import build_colocated_body, parse_completion
+from tests.support.token_ids import list_ids
 
 PROMPT_IDS = b"11,12,13"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -121,7 +122,7 @@ def test_tokens_without_their_text_are_generated_again() -> None:
     """Half a character is nothing that a client has seen."""
     seen = see(("a", 21), ("", 22), ("", 23))
     assert body_of(resume(read(max_tokens=9), seen))["prompt"] == [11, 12, 13, 21]
-    assert (seen.list_ids(9), seen.num_ids) == ([21], 1)
+    assert (list_ids(seen), seen.num_ids) == ([21], 1)
 
 
 @pytest.mark.parametrize(

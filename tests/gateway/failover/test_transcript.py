@@ -43,6 +43,7 @@ from tests.support.streams import (
     sizes,
     token_lists,
 )
+from tests.support.token_ids import list_ids
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -76,7 +77,7 @@ def test_a_stream_is_continued_from_all_tokens_whose_text_was_sent(
             relay.read_transcript()
     sent, settled = relay.read_transcript(), count_settled(groups)
     ids = [token.id for token in values]
-    assert (sent.list_ids(999), sent.num_ids, sent.num_settled) == (ids, len(ids), settled)
+    assert (list_ids(sent), sent.num_ids, sent.num_settled) == (ids, len(ids), settled)
     completion = parse(chat, **({"return_token_ids": True} if shows_ids else {}))
     planned = plan_resumption(CHAT_PATH if chat else COMPLETIONS_PATH, completion, sent, 10_000)
     assert isinstance(planned, Resumption)

@@ -272,11 +272,6 @@ class Transcript:
         ids, end = self.output_ids, self._settled_bytes
         return ids.count(b",", 0, end) + ids.count(b"]", 0, end)
 
-    def list_ids(self, limit: int) -> list[int]:
-        """The first ids of output tokens."""
-        ids = self.output_ids.replace(b"]", b",").split(b",", limit)
-        return [int(each) for each in ids[:limit] if each]
-
     @property
     def settled_ids(self) -> bytes:
         """Their ids, with a comma after each."""
