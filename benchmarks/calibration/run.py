@@ -1,12 +1,13 @@
 """How wrong Cleave's latency models are, source by source and phase by phase.
 
-Run from the root: `.venv/bin/python benchmarks/calibration/run.py --data FOLDER`. Published fits
-and measurements are in Cleave itself; the folder adds Vidur's operator profiles. README.md says how
-to read the table.
+Run from the root: `.venv/bin/python benchmarks/calibration/run.py --data FOLDER`. DistServe's fits
+are in Cleave itself, Splitwise's runs in tests/support; the folder adds Vidur's operator profiles.
+README.md says how to read the table.
 """
 
 import argparse
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +22,15 @@ from cleave.perf.hardware.link import build_node_link
 from cleave.perf.model import model_shape
 from cleave.perf.profile import curve, iteration_fit, operator_fit
 from cleave.perf.profile.profile import MeasuredProfile
-from cleave.perf.published import aladdin, distserve, splitwise
+from cleave.perf.published import aladdin, distserve
 from cleave.perf.roofline import operators, roofline
 from cleave.perf.roofline.efficiency import select_efficiency_of_2023
 from cleave.perf.roofline.roofline import EngineOverhead, Roofline
 from cleave.perf.timing import EngineTiming
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support import splitwise_runs
 
 PROMPTS = ((128,), (256,), (512,), (1024,), (2048,), (256,) * 4, (512,) * 4)
 BATCHES = tuple(
@@ -68,8 +73,8 @@ def main() -> None:
 
 def interpolation() -> Iterator[Line]:
     """Splitwise's runs, each point from the others."""
-    for key in splitwise.list_profiles():
-        errors = iteration_fit.compute_validation_errors(splitwise.find_profile(*key))
+    for key in splitwise_runs.list_profiles():
+        errors = iteration_fit.compute_validation_errors(splitwise_runs.find_profile(*key))
         yield Line(
             "interpolation", f"splitwise {label(*key)}", errors.prefill, errors.decode, "held out"
         )
@@ -77,8 +82,8 @@ def interpolation() -> Iterator[Line]:
 
 def affine() -> Iterator[Line]:
     """Aladdin's Eq. 2 and 3 on the same runs, in sample: what straight lines can do at best."""
-    for key in splitwise.list_profiles():
-        found = splitwise.find_profile(*key)
+    for key in splitwise_runs.list_profiles():
+        found = splitwise_runs.find_profile(*key)
         times = aladdin.IterationTimeModel()
         for point in found.prefill:
             times.add_prefill(point.prompts * point.tokens, point.ms)
@@ -109,8 +114,8 @@ def roofline_of_distserve() -> Iterator[Line]:
 
 
 def roofline_of_splitwise() -> Iterator[Line]:
-    for name, device, tensor in splitwise.list_profiles():
-        found = splitwise.find_profile(name, device, tensor)
+    for name, device, tensor in splitwise_runs.list_profiles():
+        found = splitwise_runs.find_profile(name, device, tensor)
         engine = replace(roofline.VLLM_2023, host_layer_ms=HOSTS[device])
         timing = computed(name, device, tensor, engine)
         whole = [p for p in found.prefill if p.prompts * p.tokens <= LONGEST_WHOLE_PASS]
@@ -150,7 +155,7 @@ def operator_passes(folder: Path) -> Line:
     """Passes from Vidur's operators against Splitwise's of the same model, GPU and size."""
     found = vidur.operators_of_llama_70b(folder)
     timing = operator_fit.to_timing(replace(found, pass_overhead_ms=5.0), 2)
-    target = splitwise.find_profile("llama-2-70b", "A100-SXM-80GB", 2)
+    target = splitwise_runs.find_profile("llama-2-70b", "A100-SXM-80GB", 2)
     return line("operators summed", "vidur -> splitwise llama-2-70b A100 tp2", timing, target)
 
 

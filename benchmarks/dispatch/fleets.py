@@ -1,6 +1,8 @@
 """The fleets that the simulator serves: models on GPUs whose passes were published."""
 
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.perf.estimate import Estimate
@@ -10,10 +12,13 @@ from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.hardware.kv_transfer import build_kv_transfer
 from cleave.perf.model import model_shape
 from cleave.perf.profile import curve
-from cleave.perf.published import splitwise
 from cleave.perf.published.aladdin import Coefficients
 from cleave.perf.timing import EngineTiming
 from cleave.simulator.fleet import Batching, SimulatedEngine, SimulatedTransfer
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support import splitwise_runs
 
 NETWORK_GBPS = 200.0
 SHORT_TOKENS = 500
@@ -48,7 +53,7 @@ def worker(name: str, gpu: str, tensor: int) -> Worker:
         nodes=[NodeGroup(count=4, gpu=gpu, gpus_per_node=8)],
         network=NetworkSpec(bandwidth_gbps=NETWORK_GBPS),
     )
-    found = splitwise.find_profile(name, gpu, tensor)
+    found = splitwise_runs.find_profile(name, gpu, tensor)
     machines = build_estimator(shape, cluster).machines
     estimate = ModelEstimator(shape, machines, [found] if found else []).estimate(gpu, tensor, 1)
     assert estimate is not None

@@ -17,7 +17,6 @@ from testbeds import A100, H100, build_measured
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.perf.model import model_shape
-from cleave.perf.published import splitwise
 from cleave.perf.timing import EngineTiming
 from cleave.planner.provision.search import (
     PROMPT_BATCH_TOKENS,
@@ -30,6 +29,8 @@ from cleave.planner.provision.search import (
 )
 from cleave.simulator.fleet import Batching, SimulatedFleet, SimulatedPool, SimulatedTransfer
 from cleave.traffic import published
+
+from tests.support import splitwise_runs
 
 MODEL = "bloom-176b"
 GPUS = 8
@@ -257,7 +258,7 @@ def _machine(kind: str) -> MachineType:
 def _count_as_authors() -> MachineType:
     """An A100 machine whose iterations cost what a prompt of as many tokens as requests would."""
     machine = _machine("A")
-    profile = splitwise.find_profile("bloom", A100, GPUS)
+    profile = splitwise_runs.find_profile("bloom", A100, GPUS)
     assert profile is not None
     prompts = {}
     for point in profile.prefill:

@@ -1,7 +1,9 @@
 """The testbeds of the papers as problems for the planner. Used by every comparison here."""
 
 import math
+import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from cleave.api.cluster import Cluster, NetworkSpec, NodeGroup
 from cleave.api.deployment import Slo
@@ -14,10 +16,14 @@ from cleave.perf.model import model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.named_profiles import to_timing
 from cleave.perf.pipeline import find_prefill_saturation_tokens
-from cleave.perf.published import distserve, splitwise
+from cleave.perf.published import distserve
 from cleave.planner.problem import DISTSERVE_POLICIES, Policies, Problem, Supply
 from cleave.planner.search.trials import Targets
 from cleave.traffic.workload import Demand
+
+sys.path.append(str(Path(__file__).parents[2]))
+
+from tests.support import splitwise_runs
 
 A100 = "A100-SXM-80GB"
 H100 = "H100-SXM-80GB"
@@ -72,7 +78,7 @@ class Known:
 def build_measured(shape: ModelShape, cluster: Cluster) -> ModelEstimator:
     """An estimator with Splitwise's runs where there are any: the papers' vLLM is that of 2023,
     which plans of today do not use."""
-    runs = [splitwise.find_profile(*each) for each in splitwise.list_profiles()]
+    runs = [splitwise_runs.find_profile(*each) for each in splitwise_runs.list_profiles()]
     machines = build_estimator(shape, cluster).machines
     return ModelEstimator(shape, machines, [each for each in runs if each])
 

@@ -7,7 +7,8 @@ import pytest
 
 from cleave.api.cluster import Cluster, NodeGroup
 from cleave.perf.model import model_shape
-from cleave.perf.published import splitwise
+
+from tests.support import splitwise_runs
 
 Import = Callable[[str], ModuleType]
 
@@ -17,7 +18,7 @@ def test_the_papers_engines_take_the_time_that_was_measured_then(module: Import,
     testbeds = module("testbeds")
     shape, cluster = model_shape.load_shape(name), Cluster(nodes=[NodeGroup(gpu=testbeds.H100)])
     found = testbeds.build_measured(shape, cluster).estimate(testbeds.H100, 8, 1)
-    measured = splitwise.find_profile(name, testbeds.H100, 8)
+    measured = splitwise_runs.find_profile(name, testbeds.H100, 8)
     assert found is not None
     assert measured is not None
     for point in measured.decode[:3]:

@@ -10,7 +10,7 @@ from cleave.perf.estimate import LatencySource
 from cleave.perf.profile import iteration_fit
 from cleave.perf.profile.profile import DecodePoint, MeasuredProfile, PrefillPoint
 
-from tests.support import measured_profiles
+from tests.support import measured_profiles, splitwise_runs
 
 TRUTH = measured_profiles.TRUTH
 
@@ -124,3 +124,26 @@ def test_larger_passes_are_never_faster_under_any_measurement(
     assert 0 <= once <= later * (1 + 1e-9)
     assert once <= timing.predict_decode_ms(batch + 50, 0) * (1 + 1e-9)
     iteration_fit.assess_confidence(found)
+
+
+@pytest.mark.parametrize("key", splitwise_runs.list_profiles())
+def test_decode_of_every_run_of_splitwise_is_predicted_within_five_percent(
+    key: tuple[str, str, int],
+) -> None:
+    found = splitwise_runs.find_profile(*key)
+    assert found is not None
+    errors = iteration_fit.compute_validation_errors(found)
+    assert errors.decode is not None
+    assert errors.decode < 0.05
+    # A100s have prompts that take longer in a batch than alone, which no sum of tokens explains.
+    assert errors.prefill is not None
+    assert errors.prefill < (0.05 if key[1].startswith("H100") else 0.20)
+
+
+def test_single_prompts_of_splitwise_come_back_as_published() -> None:
+    found = splitwise_runs.find_profile("llama-2-70b", "H100-SXM-80GB", 8)
+    assert found is not None
+    timing = iteration_fit.to_timing(found)
+    # Medians of splitwise-sim's perf_model.csv.
+    assert timing.predict_prefill_ms([1024]) == pytest.approx(77.91, rel=0.02)
+    assert timing.predict_decode_ms(32, 32 * 576) == pytest.approx(38.62, rel=0.02)

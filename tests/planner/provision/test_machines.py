@@ -11,7 +11,6 @@ from cleave.perf.estimator import build_estimator
 from cleave.perf.hardware import link
 from cleave.perf.model import model_shape
 from cleave.perf.profile.profile import write_profile
-from cleave.perf.published import splitwise
 from cleave.planner.problem import Problem, Supply
 from cleave.planner.provision import machines
 from cleave.planner.provision.search import (
@@ -21,6 +20,8 @@ from cleave.planner.provision.search import (
     provision,
 )
 from cleave.traffic import published
+
+from tests.support import splitwise_runs
 
 CLUSTER = Cluster(nodes=[NodeGroup(gpu="A100-SXM-80GB"), NodeGroup(gpu="H100-SXM-80GB")])
 
@@ -131,7 +132,7 @@ def test_capped_token_machines_win_among_split_ones_and_chunks_win_over_both(
     them in chunks do not."""
     names = [each.gpu for each in CLUSTER.nodes]
     for name in names:
-        measured = splitwise.find_profile("llama-2-70b", name, 8)
+        measured = splitwise_runs.find_profile("llama-2-70b", name, 8)
         assert measured is not None
         write_profile(measured, tmp_path / f"{name}.json")
     cluster = CLUSTER.model_copy(update={"profiles": [f"{name}.json" for name in names]})
