@@ -102,6 +102,9 @@ def test_the_source_that_is_known_to_err_least_answers(
     built = estimator.build_estimator(model_shape.load_shape("opt-13b"), cluster, folder=tmp_path)
     found = known(built.estimate(H100, 1, 1))
     assert found.confidence.kind is kind
+    source = "vllm on H100-SXM-80GB, measured 2026-11-21"
+    is_left_aside = kind is LatencySource.KERNELS
+    assert (f"; not {source}, whose error is " in found.confidence.source) is is_left_aside
     assert found.kv_capacity_tokens == 60_000, "the profile's, whatever its times"
 
 

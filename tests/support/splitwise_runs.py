@@ -1,10 +1,11 @@
 """Measured iterations: vLLM serving Llama-2-70B and BLOOM-176B on A100-80G and H100-80G SXM.
 
-Profiles for tests and benchmarks; plans use no engine of 2023. The numbers are facts published
-with Splitwise (Patel et al., ISCA'24, section V-B): github.com/Mutinifni/splitwise-sim at 8f99e7d
-(MIT), data/perf_model.csv; here the medians of five repeats or more. Excluded: its rows of power-capped H100s, whose decode is
-the H100's and whose prefill is exactly 1.30 times the H100's (derived, not measured), and batches
-of 64 at a tensor parallel size of 2, which did not fit and took less time than batches of 32.
+Profiles for tests and benchmarks; plans use no engine of 2023. The numbers are facts published with
+Splitwise (Patel et al., ISCA'24, section V-B): github.com/Mutinifni/splitwise-sim at 8f99e7d (MIT),
+data/perf_model.csv; here the medians of five repeats or more. Excluded: its rows of power-capped
+H100s, whose decode is the H100's and whose prefill is exactly 1.30 times the H100's (derived, not
+measured), and batches of 64 at a tensor parallel size of 2, which did not fit and took less time
+than batches of 32.
 """
 
 from typing import NamedTuple

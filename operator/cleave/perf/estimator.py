@@ -7,7 +7,8 @@ What is hard: sources name models and GPUs differently. Where data-parallel rank
 parallelism share the experts, times come from kernels or the roofline.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -206,7 +207,9 @@ class ModelEstimator:
     def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
         key = (machine.gpu.name, tensor)
         if key not in self._unpipelined:
-            self._unpipelined[key] = _select_best(self._iter_unpipelined_sources(machine, tensor))
+            self._unpipelined[key] = _select_best(
+                list(self._iter_unpipelined_sources(machine, tensor))
+            )
         whole = self._unpipelined[key]
         if stages == 1:
             return whole
@@ -292,8 +295,16 @@ def _read_profiles(paths: Sequence[str], folder: Path) -> list[MeasuredProfile]:
     return profiles
 
 
-def _select_best(sources: Iterable[_TimingSource]) -> _TimingSource:
-    return min(sources, key=lambda source: source.confidence.rank)
+def _select_best(sources: Sequence[_TimingSource]) -> _TimingSource:
+    """The one that errs least; it names the first profile that it is preferred to."""
+    best = min(sources, key=lambda each: each.confidence.rank)
+    profiles = [e.confidence for e in sources if e.confidence.kind is LatencySource.MEASURED]
+    if not profiles or best.confidence.kind is LatencySource.MEASURED:
+        return best
+    error = profiles[0].rank[0]
+    known = "is unknown" if math.isinf(error) else f"is {100 * error:.0f} %"
+    text = f"{best.confidence.source}; not {profiles[0].source}, whose error {known}"
+    return replace(best, confidence=replace(best.confidence, source=text))
 
 
 def _find_kernels(
