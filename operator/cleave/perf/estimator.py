@@ -186,9 +186,7 @@ class ModelEstimator:
         """One engine of `tensor` GPUs whose experts all GPUs of the instance share."""
         gpus = machine.build_group(tensor * data)
         group = ExpertGroup(data, expert, gpus, self._experts)
-        found = _find_kernels(self.shape, machine.gpu, tensor, group)
-        if found is None:
-            found = _build_roofline_source(self.shape, machine, tensor, group)
+        found = _select_best(list(_iter_computed(self.shape, machine, tensor, group)))
         trust = found.confidence
         exchange = f"all-to-all by {self._experts.backend}, " if data > 1 and expert else ""
         uneven = f"busiest experts {group.imbalance:g} x the mean" if expert else "sliced experts"
@@ -207,9 +205,8 @@ class ModelEstimator:
     def _select_source(self, machine: NodeType, tensor: int, stages: int) -> _TimingSource:
         key = (machine.gpu.name, tensor)
         if key not in self._unpipelined:
-            self._unpipelined[key] = _select_best(
-                list(self._iter_unpipelined_sources(machine, tensor))
-            )
+            sources = list(self._iter_unpipelined_sources(machine, tensor))
+            self._unpipelined[key] = _select_best(sources)
         whole = self._unpipelined[key]
         if stages == 1:
             return whole
@@ -221,7 +218,7 @@ class ModelEstimator:
         return _select_best([*self._iter_measured(machine.gpu, tensor, stages), derived])
 
     def _iter_unpipelined_sources(self, machine: NodeType, tensor: int) -> Iterator[_TimingSource]:
-        """Sources without pipeline stages; the last one, the roofline, always works."""
+        """Sources without pipeline stages."""
         yield from self._iter_measured(machine.gpu, tensor, 1)
         for each in self._list_profiles(machine.gpu):
             operators = each.operators
@@ -231,9 +228,7 @@ class ModelEstimator:
                 errors = known_errors.MIXED_OPERATORS if has_mixed else known_errors.OPERATORS
                 trust = Confidence(LatencySource.MEASURED, text, None, errors)
                 yield _TimingSource(operator_fit.to_timing(operators, tensor), trust)
-        if (source := _find_kernels(self.shape, machine.gpu, tensor)) is not None:
-            yield source
-        yield _build_roofline_source(self.shape, machine, tensor)
+        yield from _iter_computed(self.shape, machine, tensor)
 
     def _iter_measured(self, gpu: Gpu, tensor: int, stages: int) -> Iterator[_TimingSource]:
         for each in self._list_profiles(gpu):
@@ -305,6 +300,15 @@ def _select_best(sources: Sequence[_TimingSource]) -> _TimingSource:
     known = "is unknown" if math.isinf(error) else f"is {100 * error:.0f} %"
     text = f"{best.confidence.source}; not {profiles[0].source}, whose error {known}"
     return replace(best, confidence=replace(best.confidence, source=text))
+
+
+def _iter_computed(
+    shape: ModelShape, machine: NodeType, tensor: int, group: ExpertGroup | None = None
+) -> Iterator[_TimingSource]:
+    """Kernel tables, where they have all kernels, and the roofline, which always works."""
+    if (source := _find_kernels(shape, machine.gpu, tensor, group)) is not None:
+        yield source
+    yield _build_roofline_source(shape, machine, tensor, group)
 
 
 def _find_kernels(
