@@ -38,7 +38,8 @@ class Comparison:
     worst_points: float
     """Largest difference of attainment, in points, with targets from half to double the SLO."""
     percentiles: Mapping[str, Mapping[str, tuple[float, float]]]
-    """Measure -> p50 ... -> measured, simulated; over requests that both finished."""
+    """Measure -> p50 ... -> measured, simulated; over requests that both finished, `itl_ms` over
+    the gaps between all tokens."""
     failed: int
     lag_p99_ms: float
     """Of the load generator, in milliseconds of the trace."""
@@ -103,13 +104,24 @@ def compare(
                 for percentile in PERCENTILES
             }
             for name in MEASURES
-        },
+        }
+        | {"itl_ms": _compare_gaps(seen, outcomes[0])},
         failed=len(seen.faults),
         lag_p99_ms=float(np.nanpercentile(seen.lag_ms, 99)),
         busy_share=seen.busy_share,
         pass_scale=pass_scale,
         cached=(_measure_cached(seen), _sum_cached(outcomes[0], trace)),
     )
+
+
+def _compare_gaps(seen: Seen, outcome: SimulationResult) -> dict[str, tuple[float, float]]:
+    return {
+        f"p{percentile}": (
+            float(np.percentile(seen.gaps_ms, percentile)),
+            outcome.itl.compute_quantile(percentile / 100),
+        )
+        for percentile in PERCENTILES
+    }
 
 
 def _measure_cached(seen: Seen) -> float:

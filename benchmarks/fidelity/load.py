@@ -32,6 +32,8 @@ class Seen:
     end_ms: Times
     lag_ms: Times
     """By which the generator itself sent late."""
+    gaps_ms: Times
+    """Between the tokens of all requests."""
     faults: tuple[str, ...]
     busy_share: float
     """Of this machine's cores, by all processes, while the load ran."""
@@ -74,6 +76,7 @@ async def offer(
     before, tokens_before = read_cpu_ticks(), await count_prompt_tokens(engines)
     times = np.full((3, len(trace)), np.nan)
     faults: list[str] = []
+    gaps_s: list[float] = []
 
     async def send(index: int, due_s: float) -> None:
         prompt = build_prompt(trace, index, name, rng)
@@ -85,6 +88,7 @@ async def offer(
             return
         times[:, index] = answer.token_s[0], answer.token_s[-1], answer.sent_s
         times[:, index] -= due_s
+        gaps_s.extend(np.diff(answer.token_s).tolist())
 
     async with asyncio.TaskGroup() as group:
         for index, arrival_ms in enumerate(trace.arrival_ms):
@@ -93,11 +97,13 @@ async def offer(
             await asyncio.sleep(max(0.0, due_s - loop.time() - START_S / 2))
             group.create_task(send(index, due_s))
     first_ms, end_ms, lag_ms = times * 1e3 / time_scale
+    gaps_ms = np.array(gaps_s) * 1e3 / time_scale
     busy, total = (after - then for after, then in zip(read_cpu_ticks(), before, strict=True))
     tokens = await count_prompt_tokens(engines)
     computed, cached, pulled = (b - a for a, b in zip(tokens_before, tokens, strict=True))
     counted = computed, cached, pulled
-    return Seen(first_ms, end_ms, lag_ms, tuple(faults), busy / max(total, 1), counted)
+    share = busy / max(total, 1)
+    return Seen(first_ms, end_ms, lag_ms, gaps_ms, tuple(faults), share, counted)
 
 
 async def count_prompt_tokens(engines: Sequence[OpenAIClient]) -> tuple[float, ...]:

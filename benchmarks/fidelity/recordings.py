@@ -21,6 +21,7 @@ def keep(file: Path, trace: Trace, seen: Seen, passes: Passes) -> None:
         first_token_ms=seen.first_token_ms,
         end_ms=seen.end_ms,
         lag_ms=seen.lag_ms,
+        gaps_ms=seen.gaps_ms,
         faults=np.array(seen.faults, dtype=str),
         busy_share=seen.busy_share,
         engine_tokens=seen.prompt_tokens,
@@ -44,7 +45,8 @@ def recall(file: Path) -> tuple[Trace, Seen, Passes]:
             blocks=blocks,
         )
         faults = tuple(str(fault) for fault in archive["faults"])
-        times = archive["first_token_ms"], archive["end_ms"], archive["lag_ms"]
+        names = "first_token_ms", "end_ms", "lag_ms", "gaps_ms"
+        times = (archive[name] for name in names)
         computed, cached, pulled = map(float, archive["engine_tokens"])
         seen = Seen(*times, faults, float(archive["busy_share"]), (computed, cached, pulled))
         return trace, seen, archive["passes"]

@@ -55,7 +55,7 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
     has_cached = any(each.cached[1] for each in comparisons)
     if has_cached:
         heads += ["cached", "simulated"]
-    percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95")
+    percents = ("TTFT p50", "p95", "TPOT p50", "p95", "norm. p50", "p95", "ITL p50", "p90", "p99")
     for head in (*heads, *percents):
         table.add_column(head, justify="right")
     for each in comparisons:
@@ -64,6 +64,7 @@ def build_table(title: str, comparisons: Sequence[Comparison]) -> Table:
             for measure in ("ttft_ms", "tpot_ms", "normalised_ms")
             for percentile in (50, 95)
         ]
+        errors += [f"{each.error('itl_ms', percentile):+.1%}" for percentile in (50, 90, 99)]
         table.add_row(
             f"{each.share:.0%}",
             f"{each.rate:.2f}",

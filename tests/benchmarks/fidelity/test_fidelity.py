@@ -13,6 +13,8 @@ import pytest
 from cleave.api.enums import DispatchPolicy
 from cleave.perf.published.aladdin import Coefficients
 from cleave.profiling.client import OpenAIClient
+from cleave.simulator.inter_token_latency import NUM_BINS, compute_middles
+from cleave.simulator.outcome import InterTokenLatencies
 from cleave.simulator.run import simulate
 from cleave.simulator.trace import PromptBlocks, Trace
 
@@ -35,11 +37,16 @@ class Said:
         self.end_ms = self.ttft_ms + 4 * self.tpot_ms
         self.cached_tokens = np.full(len(ttft_ms), 10)
         self.fetched_tokens = np.full(len(ttft_ms), 5)
+        counts = np.zeros(NUM_BINS, np.int64)
+        for gap_ms in self.tpot_ms:
+            counts[np.searchsorted(compute_middles(), gap_ms)] += 4
+        self.itl = InterTokenLatencies(counts)
 
 
 def seen(load: ModuleType, ttft_ms: list[float], tpot_ms: list[float], *faults: str) -> object:
     first = np.array(ttft_ms)
-    return load.Seen(first, first + 4 * np.array(tpot_ms), np.zeros(len(first)), faults, 0.5)
+    lag_ms, gaps_ms = np.zeros(len(first)), np.repeat(tpot_ms, 4)
+    return load.Seen(first, first + 4 * np.array(tpot_ms), lag_ms, gaps_ms, faults, 0.5)
 
 
 def test_equal_sides_differ_in_nothing(module: Import) -> None:
@@ -73,6 +80,7 @@ def test_errors_are_the_simulators(module: Import) -> None:
     assert found.points == -100
     assert found.error("ttft_ms", 50) == pytest.approx(0.1)
     assert found.error("tpot_ms", 95) == pytest.approx(-0.1)
+    assert found.error("itl_ms", 99) == pytest.approx(-0.1, abs=0.01)
 
 
 def test_attainment_is_the_mean_of_draws_and_latencies_those_of_the_first(module: Import) -> None:
@@ -134,7 +142,12 @@ def test_arrivals_are_read_as_sent(module: Import) -> None:
     load = module("load")
     planned = Trace(np.array([0.0, 10.0]), np.array([5, 6]), np.array([7, 8]))
     late = load.Seen(
-        np.array([130.0, 40.0]), np.array([230.0, 50.0]), np.array([30.0, 0.0]), (), 0.5
+        np.array([130.0, 40.0]),
+        np.array([230.0, 50.0]),
+        np.array([30.0, 0.0]),
+        np.array([10.0]),
+        (),
+        0.5,
     )
     sent, seen = load.as_sent(planned, late)
     assert sent.arrival_ms.tolist() == [10.0, 30.0]
