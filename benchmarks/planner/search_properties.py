@@ -5,7 +5,8 @@ search beats.
 
 Each problem is planned, then with one thing made easier (TTFT, TPOT, rate, GPUs, link) and with
 other requests; every placement on up to 8 GPUs is simulated beside the chosen one. With
-`--part-gpus 8` the problems need several equal parts, of 8 GPUs instead of 128: what holds for
+`--own-targets` they have targets for gaps, or for one latency alone, which are made easier as well.
+With `--part-gpus 8` the problems need several equal parts, of 8 GPUs instead of 128: what holds for
 those of 300 to 1,500 GPUs costs little to try on 40 to 88, where rounding is coarser.
 """
 
@@ -43,12 +44,15 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, help="number of the first problem")
     parser.add_argument("--seconds", type=float, default=180.0, help="no new problem after these")
     parser.add_argument("--part-gpus", type=int, help="GPUs of a part; draws problems of several")
+    parser.add_argument("--own-targets", action="store_true", help="for gaps, TTFT or TPOT alone")
     given = parser.parse_args()
     count, started, number = Count(), time.monotonic(), given.first
     while time.monotonic() - started < given.seconds:
         if given.part_gpus:
             replication.PART_GPUS = given.part_gpus
             problem = random_problems.draw_large_problem(number, given.part_gpus)
+        elif given.own_targets:
+            problem = random_problems.draw_problem_with_own_targets(number)
         else:
             problem = random_problems.draw_problem(number)
         try_problem(problem, number, count)

@@ -73,6 +73,22 @@ def draw_problem(number: int) -> Problem:
     )
 
 
+def draw_problem_with_own_targets(number: int) -> Problem:
+    """The problem of this number with a target for gaps, for TPOT alone, for TTFT alone, in turn;
+    of every fourth number with all three."""
+    rng, problem = np.random.default_rng(number), draw_problem(number)
+    slo, kind = problem.slo, number % 4
+    above = 1 - (1 - slo.attainment) * float(rng.choice([0.2, 0.5]))
+    own: dict[str, float] = {}
+    if kind in (0, 3):
+        own["itl_p99_ms"] = round(slo.tpot_ms * float(np.exp(rng.uniform(0.0, 1.5))))
+    if kind in (1, 3):
+        own["tpot_attainment"] = above
+    if kind in (2, 3):
+        own["ttft_attainment"] = above
+    return replace(problem, slo=slo.model_copy(update=own))
+
+
 def draw_large_problem(number: int, part_gpus: int) -> Problem:
     """The problem of this number at a rate for several parts of so many GPUs, on nodes for 5 to 11.
     Those of every third number may be disaggregated, which takes longer to plan."""
@@ -148,6 +164,13 @@ def loosen(problem: Problem) -> Iterator[tuple[str, Problem]]:
     slo, (supply,) = problem.slo, problem.supplies
     yield "TTFT", replace(problem, slo=slo.model_copy(update={"ttft_ms": 1.3 * slo.ttft_ms}))
     yield "TPOT", replace(problem, slo=slo.model_copy(update={"tpot_ms": 1.2 * slo.tpot_ms}))
+    if slo.itl_p99_ms:
+        for name, itl_ms in (("ITL", 1.3 * slo.itl_p99_ms), ("no ITL", None)):
+            looser = slo.model_copy(update={"itl_p99_ms": itl_ms})
+            yield name, replace(problem, slo=looser)
+    for name in ("ttft_attainment", "tpot_attainment"):
+        if getattr(slo, name):
+            yield f"no {name}", replace(problem, slo=slo.model_copy(update={name: None}))
     yield "rate", replace(problem, demand=problem.demand.with_rate(0.8 * problem.rate))
     max_gpus = supply.max_gpus + supply.gpus_per_node
     more = replace(supply, num_nodes=supply.num_nodes + 1, max_gpus=max_gpus)
