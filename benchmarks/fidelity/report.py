@@ -11,7 +11,7 @@ from compare import Comparison
 from rich.console import Console
 from rich.table import Table
 
-WIDTH = 132
+WIDTH = 156
 BUSY_SHARE = 0.85
 """Beyond it processes wait for cores, and times are the machine's."""
 

@@ -93,6 +93,19 @@ def test_looser_problems_take_no_more_and_serve_no_less(number: int) -> None:
     assert faults == []
 
 
+def test_a_percentile_of_tpot_leads_to_disaggregation_and_the_answer_says_what_it_attains() -> None:
+    demand = known_problems.chat(11.5, 1000, 100)
+    slo = Slo(ttft_ms=800, tpot_ms=60)
+    usual = plan_search.plan(known_problems.problem(demand, slo, policies=Policies()))
+    strict = slo.model_copy(update={"tpot_attainment": 0.99})
+    answer = plan_search.plan(known_problems.problem(demand, strict, policies=Policies()))
+    assert best(usual).prediction.tpot_attainment < 0.99 <= best(answer).prediction.tpot_attainment
+    assert [best(each).is_disaggregated for each in (usual, answer)] == [False, True]
+    assert best(answer).gpus == best(usual).gpus == 3
+    assert ", by TPOT 99" in answer.reason
+    assert "by TPOT" not in usual.reason
+
+
 def test_gaps_lead_to_smaller_steps_then_to_disaggregation_and_never_to_fewer_gpus() -> None:
     demand, plans = known_problems.chat(8.0, 1000, 100), []
     for itl_p99_ms in (None, 400, 120, 80, 30):

@@ -59,6 +59,14 @@ def test_tokens_that_repeat_are_read_by_their_time(metrics: GatewayMetrics) -> N
     assert reuse.compute_quantile(0.5) == 128
 
 
+def test_answers_that_met_one_target_are_counted_apart(metrics: GatewayMetrics) -> None:
+    for missed in ("", "", "ttft", "tpot", "tpot", "ttft_and_tpot", "unserved"):
+        answer(metrics, "m", 0.1, missed)
+    found = parse_metrics_page(write_page(metrics), 1.0)
+    assert (found.measured, found.attained) == (7, 2)
+    assert (found.ttft_attained, found.tpot_attained) == (4, 3)
+
+
 def test_the_share_of_gaps_within_their_target_is_exact() -> None:
     """Whatever the target, since it bounds a bucket."""
     metrics = GatewayMetrics(SloTargets(0.4, 0.04, 33.3 / 1000))

@@ -5,6 +5,7 @@ system acts on it: users would rely on a field that is accepted and ignored.
 """
 
 import math
+from functools import partial
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -35,8 +36,17 @@ from cleave.api.workload import Workload
 KIND = "LLMDeployment"
 
 
+def _is_above_attainment(name: str, slo: "Slo") -> bool:
+    share: float | None = getattr(slo, name)
+    return share is None or share > slo.attainment
+
+
+def _list_shares(name: str, slo: "Slo") -> list[str]:
+    return [f"{getattr(slo, name):g} <= {slo.attainment:g}"]
+
+
 class Slo(ApiModel):
-    """Latency targets, and the share of requests that must meet both."""
+    """Latency targets, and the shares of requests that must meet them."""
 
     ttft_ms: Annotated[float, Field(gt=0)]
     """Target for the time to first token (TTFT) in milliseconds, including queueing."""
@@ -44,9 +54,35 @@ class Slo(ApiModel):
     """Target for the time per output token (TPOT) after the first one, in milliseconds."""
     attainment: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of requests that must meet both targets."""
+    ttft_attainment: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of requests that must meet ttftMs, if above attainment; absent: attainment."""
+    tpot_attainment: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of requests that must meet tpotMs, if above attainment; absent: attainment. 0.99 makes
+    tpotMs a target for the 99th percentile of TPOT."""
     itl_p99_ms: Annotated[float, Field(gt=0)] | None = None
     """Target for the 99th percentile of all times between two tokens (inter-token latency, ITL) in
     milliseconds. TPOT is a request's mean of them, which hides stalls behind other prompts."""
+
+    rules = tuple(
+        ValidationRule(
+            cel=f"!has(self.{field}) || self.{field} > self.attainment",
+            is_valid=partial(_is_above_attainment, name),
+            message="must be above attainment, for who meets both targets meets each: raise it, "
+            "lower attainment, or remove it",
+            field=field,
+            list_offenders=partial(_list_shares, name),
+        )
+        for field, name in (
+            ("ttftAttainment", "ttft_attainment"),
+            ("tpotAttainment", "tpot_attainment"),
+        )
+    )
+
+    def is_met(self, both: float, ttft: float, tpot: float, itl_p99_ms: float) -> bool:
+        """Whether these shares of requests, and that percentile of gaps, meet all targets."""
+        is_even = itl_p99_ms <= (self.itl_p99_ms or math.inf)
+        has_own = ttft >= (self.ttft_attainment or 0.0) and tpot >= (self.tpot_attainment or 0.0)
+        return is_even and has_own and both >= self.attainment
 
     @property
     def suspicious_targets(self) -> dict[str, float]:

@@ -115,6 +115,11 @@ class PredictedPerformance(ApiModel):
     """Goodput divided by the number of GPUs."""
     attainment: Annotated[float, Field(ge=0, le=1)]
     """Share of requests that meet both latency targets."""
+    ttft_attainment: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of requests that meet ttftMs; absent: planned by an earlier version. So is
+    tpotAttainment, of tpotMs."""
+    tpot_attainment: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of requests that meet tpotMs."""
     ttft_ms: LatencyPercentiles
     """Time to first token in milliseconds."""
     tpot_ms: LatencyPercentiles

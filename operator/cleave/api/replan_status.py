@@ -43,6 +43,10 @@ class ObservedTraffic(ApiModel):
     absent: gateways do not look at prompts."""
     attainment: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of measured responses that met both latency targets; absent: none was measured."""
+    ttft_attainment: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of measured responses that met ttftMs, whatever their TPOT."""
+    tpot_attainment: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of measured responses that met tpotMs, whatever their TTFT."""
     measured: NonNegative | None = None
     """Responses of the window that were measured against the targets: streams are."""
     ttft_ms: LatencyPercentiles | None = None

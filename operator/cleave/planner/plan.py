@@ -97,6 +97,9 @@ class Prediction:
     """None: no KV is transferred."""
     cached_share: float = 0.0
     """Share of prompt tokens found in prefix caches; 0 where no prompts are known to repeat."""
+    ttft_attainment: float = 1.0
+    """Share of requests that meet the TTFT target, whatever their TPOT."""
+    tpot_attainment: float = 1.0
     attainment_error: float = 0.0
     """Half of the 95 % confidence interval of `attainment`."""
 

@@ -131,6 +131,9 @@ class GatewayCounters:
     """Responses that were measured against the targets."""
     attained: float = 0.0
     """Measured responses that met both targets."""
+    ttft_attained: float = 0.0
+    """Those that met the TTFT target, whatever their TPOT."""
+    tpot_attained: float = 0.0
     ttft: Buckets = Buckets()
     tpot: Buckets = Buckets()
     itl: Buckets = Buckets()
@@ -189,6 +192,8 @@ def build_counters(samples: Mapping[str, list[Sample]], at_s: float) -> GatewayC
         requests=total("requests_total") - total("requests_total", outcome=_REFUSED_OUTCOME),
         measured=total("slo_total"),
         attained=total("slo_total", missed=""),
+        ttft_attained=total("slo_total", missed="") + total("slo_total", missed="tpot"),
+        tpot_attained=total("slo_total", missed="") + total("slo_total", missed="ttft"),
         ttft=_build_buckets(samples, "ttft_seconds"),
         tpot=_build_buckets(samples, "tpot_seconds"),
         itl=_build_buckets(samples, "itl_seconds"),

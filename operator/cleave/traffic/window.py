@@ -15,16 +15,9 @@ from cleave.traffic.counters import Buckets, GatewayCounters
 
 _EMPTY = Buckets()
 _COUNTERS = (
-    "prompts",
-    "outputs",
-    "reuse",
-    "ttft",
-    "tpot",
-    "itl",
-    "measured",
-    "attained",
-    "flex_tokens",
-)
+    "prompts", "outputs", "reuse", "ttft", "tpot", "itl", "measured", "attained", "ttft_attained",
+    "tpot_attained", "flex_tokens",
+)  # fmt: skip
 MIN_GAPS = 1_000
 """In fewer gaps between tokens, a stall or two decide their 99th percentile."""
 _LIFETIME_QUANTILE = 0.9
@@ -55,6 +48,9 @@ class TrafficWindow:
     """Responses that were measured against the targets."""
     attained: float = 0.0
     """Measured responses that met both targets."""
+    ttft_attained: float = 0.0
+    """Those that met the TTFT target, whatever their TPOT."""
+    tpot_attained: float = 0.0
     flex_tokens: float = 0.0
     """Of requests that only fill idle capacity; nothing else here counts these."""
     whole_below_tokens: int = 0

@@ -80,6 +80,17 @@ def test_the_seed_decides_and_the_same_one_repeats(cli, file) -> None:
     assert first == again != other
 
 
+def test_a_share_of_one_latency_is_compared_with_its_own_target(cli, file) -> None:
+    own = MANIFEST.replace("tpotMs: 40}", "tpotMs: 40, ttftAttainment: 0.95, tpotAttainment: 0.99}")
+    file.write_text(own)
+    shown = run(cli, file).stdout
+    assert "(target 95 %), TPOT alone " in shown
+    assert "(target 99 %)" in shown
+    assert "target: 90 % within TTFT P95 400 ms and TPOT P99 40.0 ms" in (
+        run(cli, file, "--rates", "1,2").stdout
+    )
+
+
 def test_the_question_may_differ_from_the_file(cli, file) -> None:
     (strict,) = json.loads(run(cli, file, "-o", "json", "--slo-ttft", "1").stdout)
     assert strict["ttftAttainment"] == 0

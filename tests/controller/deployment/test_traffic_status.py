@@ -99,6 +99,19 @@ def test_few_and_unmeasured_requests_prove_nothing() -> None:
     assert build_slo_condition(whole.deployment, None, NOW_S) == []
 
 
+def test_the_condition_judges_each_latency_by_its_own_share() -> None:
+    desired = deployment(slo={"ttftMs": 400, "tpotMs": 40, "tpotAttainment": 0.99})
+    for met, is_met in ((990, True), (989, False)):
+        here = measured(0.95)
+        shares = {"ttft_attained": 960.0, "tpot_attained": float(met)}
+        traffic = replace(here.traffic or TrafficWindow(0.0, 1.0, 0.0), **shares)
+        resolved = resolve_in_cluster(desired)
+        reported = report_traffic(replace(here, resolved=resolved, traffic=traffic))
+        (condition,) = build_slo_condition(desired, reported, NOW_S)
+        assert condition.status is is_met
+        assert f"; within TPOT {met / 1000:.1%}, target 99.0%; " in condition.message
+
+
 def test_the_condition_judges_the_gaps_that_gateways_timed() -> None:
     desired = deployment(slo={"ttftMs": 400, "tpotMs": 40, "itlP99Ms": 60})
     for late, num, is_met, text in (

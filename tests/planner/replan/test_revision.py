@@ -111,13 +111,16 @@ def test_a_fleet_that_misses_more_than_predicted_is_enlarged(problem) -> None:
 def test_gaps_beyond_their_target_count_as_misses_do(late: int, attainment: float) -> None:
     """As far beyond the target for attainment as they are beyond 1 % of all gaps."""
     gaps = Buckets((0.05, 0.06, math.inf), (500.0, 1_000.0 - late, 1_000.0))
-    window = TrafficWindow(100.0, 60.0, 100.0, measured=100.0, attained=95.0, itl=gaps)
+    met = {"attained": 95.0, "ttft_attained": 97.0, "tpot_attained": 98.0}
+    window = TrafficWindow(100.0, 60.0, 100.0, measured=100.0, itl=gaps, **met)
     slo = Slo(ttft_ms=400, tpot_ms=40, itl_p99_ms=60)
     assert compute_observed_attainment([window], slo, 0.0) == pytest.approx(attainment)
     few = replace(window, itl=Buckets((0.05, math.inf), (0.0, 999.0)))
     assert compute_observed_attainment([few], slo, 0.0) == 0.95
     aimless = slo.model_copy(update={"itl_p99_ms": None})
     assert compute_observed_attainment([window], aimless, 0.0) == 0.95
+    strict = aimless.model_copy(update={"tpot_attainment": 0.99})
+    assert compute_observed_attainment([window], strict, 0.0) == pytest.approx(0.8)
 
 
 def test_the_same_instances_are_no_other_plan(problem) -> None:

@@ -10,8 +10,8 @@ from cleave.planner.search.trials import Targets
 from tests.support import known_problems
 
 
-def scale(problem: Problem, ttft_ms: float, tpot_ms: float) -> float:
-    search = known_problems.search(problem, Targets(ttft_ms, tpot_ms, 0.9))
+def scale(problem: Problem, ttft_ms: float, tpot_ms: float, **own: float) -> float:
+    search = known_problems.search(problem, Targets(ttft_ms, tpot_ms, 0.9, **own))
     found = nearest_slo.find_nearest_slo(search, list_candidates(problem))
     assert found is not None
     scaled = ttft_ms * found.scale, tpot_ms * found.scale
@@ -24,6 +24,11 @@ def scale(problem: Problem, ttft_ms: float, tpot_ms: float) -> float:
 def test_twice_as_tight_an_slo_is_twice_as_far() -> None:
     problem = known_problems.blog(rate=4.0)
     assert scale(problem, 10, 2) == pytest.approx(2 * scale(problem, 20, 4), rel=0.12)
+
+
+def test_a_percentile_of_one_latency_is_farther_than_that_of_both() -> None:
+    problem = known_problems.blog(rate=4.0)
+    assert scale(problem, 20, 40, ttft_attainment=0.999) > 1.1 * scale(problem, 20, 40)
 
 
 def test_the_slo_found_is_near_the_fastest_passes_there_are() -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from cleave.api.deployment import Slo
 from cleave.api.role import Parallelism, Role
 from cleave.perf import known_errors
 from cleave.perf.estimate import Confidence, LatencySource
@@ -18,6 +19,7 @@ from cleave.planner.result.text import (
     format_plan,
     format_pool,
     format_power,
+    format_targets,
 )
 
 
@@ -36,6 +38,13 @@ def test_latencies_change_to_seconds_and_say_never() -> None:
         "1.25 s",
         "never",
     ]
+
+
+def test_a_target_with_a_share_of_its_own_is_named_as_a_percentile() -> None:
+    slo = Slo(ttft_ms=400, tpot_ms=40, tpot_attainment=0.99)
+    assert format_targets(slo) == "TTFT 400 ms and TPOT P99 40.0 ms"
+    every = slo.model_copy(update={"ttft_attainment": 0.999, "itl_p99_ms": 60})
+    assert format_targets(every) == "TTFT P99.9 400 ms, TPOT P99 40.0 ms and ITL P99 60.0 ms"
 
 
 def test_a_share_is_never_rounded_up_to_everything() -> None:

@@ -92,7 +92,7 @@ def _scripted_samples(monkeypatch) -> None:
         if not isinstance(trials, Scripted):
             return sample_service(trials, fleet, rate, span, targets)
         met = trials.measure_shares(fleet, rate, targets, span).both
-        return SampledService(met, 0.0, met, np.zeros(0), np.zeros(0), NO_GAPS)
+        return SampledService(met, 0.0, met, met, met, np.zeros(0), np.zeros(0), NO_GAPS)
 
     monkeypatch.setattr(long_trials, "sample_service", sample)
 

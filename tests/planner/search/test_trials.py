@@ -11,7 +11,7 @@ from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import build_cell
 from cleave.planner.search.trials import CONFIRMATION_PRECISION, RANKING_PRECISION, Targets, Trials
 from cleave.simulator.inter_token_latency import NUM_BINS, compute_middles
-from cleave.simulator.outcome import InterTokenLatencies
+from cleave.simulator.outcome import InterTokenLatencies, compute_quantile
 from cleave.traffic.conversations import Conversations
 from cleave.traffic.workload import (
     Demand,
@@ -188,16 +188,36 @@ def test_late_tokens_count_on_the_scale_of_late_requests(attainment: float) -> N
         counts = np.zeros(NUM_BINS, np.int64)
         counts[np.searchsorted(middles, 20.0)] = round(1000 * (100 - percent))
         counts[np.searchsorted(middles, 80.0)] = round(1000 * percent)
-        return targets.measure_itl(InterTokenLatencies(counts))
+        share = InterTokenLatencies(counts).compute_share(targets.itl_p99_ms)
+        return targets.scale_own(1.0, 1.0, share)[2]
 
     assert rate_late(0.0) == 1.0
     assert rate_late(0.9) >= attainment
     assert rate_late(1.1) < attainment or rate_late(1.1) == 0.0
     assert rate_late(0.5) == pytest.approx(1.0 if attainment == 1 else (1 + attainment) / 2)
     assert rate_late(100.0) == 0.0
-    assert (
-        replace(targets, itl_p99_ms=math.inf).measure_itl(InterTokenLatencies(middles > 0)) == 1.0
-    )
+    assert InterTokenLatencies(middles > 0).compute_share(math.inf) == 1.0
+
+
+def test_a_share_of_one_latency_alone_counts_on_the_same_scale() -> None:
+    targets = Targets(400, 40, 0.9, tpot_attainment=0.99)
+    assert targets.scale_own(0.5, 0.99, 1.0) == pytest.approx((1.0, 0.9, 1.0))
+    assert targets.scale_own(1.0, 0.98, 1.0)[1] == pytest.approx(0.8)
+    assert targets.scale_own(1.0, 0.995, 1.0)[1] == pytest.approx(0.95)
+    all_of_them = replace(targets, ttft_attainment=1.0)
+    assert all_of_them.scale_own(0.999, 1.0, 1.0) == (0.0, 1.0, 1.0)
+
+
+def test_a_percentile_of_one_latency_fails_a_trial_that_both_would_pass() -> None:
+    problem = known_problems.problem()
+    fleet = build_cell(problem, known_problems.whole(problem, known_problems.of_size(problem)))
+    trials, rate = Trials(problem.demand), 4.0
+    span = trials.compute_span(rate, Targets(400, 100, 0.9))
+    outcome = trials.simulate(fleet, rate, span)
+    p95 = compute_quantile(outcome.tpot_ms[span.window], 0.95)
+    targets = Targets(10_000.0, p95 + 0.001, 0.9)
+    for own, holds in ((0.0, True), (0.94, True), (0.96, False)):
+        assert trials.holds(fleet, rate, replace(targets, tpot_attainment=own), span) is holds
 
 
 def test_stalls_of_mixed_instances_fail_a_trial_that_means_would_pass() -> None:

@@ -45,8 +45,9 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
         f"{result.num_requests:,} requests at {format_number(result.rate)} req/s: "
         f"{format_percent(result.attainment)} within TTFT {format_ms(slo.ttft_ms)} "
         f"and TPOT {format_ms(slo.tpot_ms)} (target {format_percent(slo.attainment)}); "
-        f"TTFT alone {format_percent(result.ttft_attainment)}, "
-        f"TPOT alone {format_percent(result.tpot_attainment)}{_compare_itl(result, slo)}",
+        f"TTFT alone {_compare(result.ttft_attainment, slo.ttft_attainment)}, "
+        f"TPOT alone {_compare(result.tpot_attainment, slo.tpot_attainment)}"
+        f"{_compare_itl(result, slo)}",
         highlight=False,
         soft_wrap=True,
     )
@@ -109,6 +110,11 @@ def write_csv(file: TextIO, outcome: "SimulationResult", names: Sequence[str]) -
                 int(outcome.num_preemptions[index]),
             ]
         )
+
+
+def _compare(share: float, target: float | None) -> str:
+    own = "" if target is None else f" (target {format_percent(target)})"
+    return format_percent(share) + own
 
 
 def _compare_itl(result: SimulationSummary, slo: "Slo") -> str:

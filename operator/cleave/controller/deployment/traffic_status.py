@@ -8,8 +8,6 @@ still count. The condition follows from what is written, and is Unknown once tha
 no gateway responds.
 """
 
-import math
-
 from cleave.api.deployment import LLMDeployment, Slo
 from cleave.api.plan import LatencyPercentiles
 from cleave.api.replan_status import ObservedLengths, ObservedTraffic
@@ -74,7 +72,7 @@ def build_slo_condition(
         text = f"no response was measured against {targets}; only streams are"
     else:
         text = f"{share:.1%} of the measured requests were within {targets}, "
-        text += f"target {slo.attainment:.1%}{_describe_itl(observed, slo)}; "
+        text += f"target {slo.attainment:.1%}{_describe_own_targets(observed, slo)}; "
         text += f"{observed['rate']:g} req/s"
     return [ConditionState(SLO_ATTAINED, is_met, reason, text)]
 
@@ -103,17 +101,25 @@ def _compare_with_slo(observed: Manifest, slo: Slo) -> tuple[bool | None, str]:
     # An earlier version did not write how many were measured.
     if observed.get("measured", observed["rate"] * observed["windowS"]) < _MIN_MEASURED:
         return None, "TooFewRequests"
-    itl_ms = _get_itl_p99_ms(observed) or 0.0
-    is_met = share >= slo.attainment and itl_ms <= (slo.itl_p99_ms or math.inf)
+    # An earlier version wrote none of these.
+    own = observed.get("ttftAttainment", 1.0), observed.get("tpotAttainment", 1.0)
+    is_met = slo.is_met(share, *own, _get_itl_p99_ms(observed) or 0.0)
     return (True, "Attained") if is_met else (False, "Missed")
 
 
-def _describe_itl(observed: Manifest, slo: Slo) -> str:
+def _describe_own_targets(observed: Manifest, slo: Slo) -> str:
+    text = ""
+    for name, share, target in (
+        ("TTFT", observed.get("ttftAttainment"), slo.ttft_attainment),
+        ("TPOT", observed.get("tpotAttainment"), slo.tpot_attainment),
+    ):
+        if share is not None and target is not None:
+            text += f"; within {name} {share:.1%}, target {target:.1%}"
     if slo.itl_p99_ms is None:
-        return ""
+        return text
     itl_ms = _get_itl_p99_ms(observed)
     found = "of too few gaps to tell" if itl_ms is None else f"{itl_ms:g} ms"
-    return f"; ITL P99 {found}, target {slo.itl_p99_ms:g} ms"
+    return f"{text}; ITL P99 {found}, target {slo.itl_p99_ms:g} ms"
 
 
 def _get_itl_p99_ms(observed: Manifest) -> float | None:
@@ -131,7 +137,9 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
             "prompt_tokens": _summarize_lengths(traffic.prompts),
             "output_tokens": _summarize_lengths(traffic.outputs),
             "repeated_share": None if repeated is None else _round(repeated),
-            "attainment": None if traffic.attainment is None else _round(traffic.attainment),
+            "attainment": _divide(traffic.attained, traffic.measured),
+            "ttft_attainment": _divide(traffic.ttft_attained, traffic.measured),
+            "tpot_attainment": _divide(traffic.tpot_attained, traffic.measured),
             "measured": _round(traffic.measured) if traffic.measured else None,
             "ttft_ms": _summarize_latency(traffic.ttft),
             "tpot_ms": _summarize_latency(traffic.tpot),
@@ -139,6 +147,10 @@ def _to_status(traffic: TrafficWindow, now_s: float) -> Manifest:
         }
     )
     return observed.model_dump(mode="json", exclude_none=True)
+
+
+def _divide(attained: float, measured: float) -> float | None:
+    return round(attained / measured, 4) if measured else None
 
 
 def _summarize_lengths(buckets: Buckets) -> ObservedLengths | None:

@@ -229,16 +229,17 @@ def _forecast(problem: Problem, running_plan: RunningPlan) -> PlanForecast:
 def compute_observed_attainment(
     windows: Sequence[TrafficWindow], slo: Slo, settle_s: float
 ) -> float:
-    """Attainment outside of draining backlogs, or less where times between tokens miss their target
-    by more; 1 where too few responses were measured."""
+    """Attainment outside of draining backlogs, less where a target of its own is missed by more; 1
+    where too few responses were measured."""
     settled = list_settled(windows, settle_s)
     if sum(each.measured for each in settled) < MIN_RESPONSES:
         return 1.0
     observed = join_windows(settled)
-    attainment = observed.attained / observed.measured
-    if observed.itl.num < MIN_GAPS:
-        return attainment
-    return min(attainment, Targets.from_slo(slo).measure_itl(observed.itl, unit_ms=1000.0))
+    targets, measured = Targets.from_slo(slo), observed.measured
+    is_enough = observed.itl.num >= MIN_GAPS
+    tokens = observed.itl.compute_share(targets.itl_p99_ms / 1000) if is_enough else 1.0
+    ttft, tpot = observed.ttft_attained / measured, observed.tpot_attained / measured
+    return min(observed.attained / measured, *targets.scale_own(ttft, tpot, tokens))
 
 
 def _compute_gain(current: PlanForecast, proposed: PlanForecast, target: float) -> float:

@@ -53,6 +53,6 @@ def list_close_calls(
 
 
 def _describe(near: CloseCall, slo: Slo) -> str:
-    if slo.itl_p99_ms is not None:
+    if slo.itl_p99_ms or slo.ttft_attainment or slo.tpot_attainment:
         return "misses the SLO by very little"
     return f"has {near.share:.2%} of requests in time instead of {format_percent(slo.attainment)}"

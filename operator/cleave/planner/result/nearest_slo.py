@@ -130,9 +130,14 @@ def _compute_scale(search: SearchContext, placement: CandidatePlacement) -> floa
     if capacity_bound.compute_fleet_rate(fleet, trials.get_lengths(span.total)) <= rate:
         return math.inf  # its queues grow without bound, which a finite trace does not show
     outcome = trials.simulate(fleet, rate, span)
-    missed = np.maximum(outcome.ttft_ms / targets.ttft_ms, outcome.tpot_ms / targets.tpot_ms)
-    itl = outcome.itl.compute_quantile(ITL_LEVEL) / targets.itl_p99_ms
-    return max(compute_quantile(missed[span.window], targets.attainment), itl)
+    ttft = outcome.ttft_ms[span.window] / targets.ttft_ms
+    tpot = outcome.tpot_ms[span.window] / targets.tpot_ms
+    return max(
+        compute_quantile(np.maximum(ttft, tpot), targets.attainment),
+        compute_quantile(ttft, targets.ttft_attainment),
+        compute_quantile(tpot, targets.tpot_attainment),
+        outcome.itl.compute_quantile(ITL_LEVEL) / targets.itl_p99_ms,
+    )
 
 
 def _confirm_scale(search: SearchContext, option: _ScaledPlacement) -> float | None:

@@ -59,7 +59,9 @@ class PredictedPlan:
 
     def holds(self, slo: Slo) -> bool:
         """Whether the targets are met at the requested rate."""
-        return not self.is_uneven(slo) and self.plan.prediction.attainment >= slo.attainment
+        found = self.plan.prediction
+        own = found.ttft_attainment, found.tpot_attainment
+        return slo.is_met(found.attainment, *own, found.itl_ms.p99)
 
     def is_uneven(self, slo: Slo) -> bool:
         """Whether times between tokens miss their target."""
@@ -153,6 +155,8 @@ def _build_prediction(
         goodput_interval=(low * placement.copies, high * placement.copies),
         attainment=found.attainment,
         attainment_error=found.error,
+        ttft_attainment=found.ttft_share,
+        tpot_attainment=found.tpot_share,
         ttft_ms=compute_percentiles(found.ttft_ms),
         tpot_ms=compute_percentiles(found.tpot_ms),
         itl_ms=compute_itl_percentiles(found.itl),

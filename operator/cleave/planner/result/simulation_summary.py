@@ -84,8 +84,8 @@ class SimulationSummary:
 
     def holds(self, slo: Slo) -> bool:
         """Whether all targets are met."""
-        is_even = self.itl_ms.p99 <= (slo.itl_p99_ms or math.inf)
-        return is_even and self.attainment >= slo.attainment
+        own = self.ttft_attainment, self.tpot_attainment
+        return slo.is_met(self.attainment, *own, self.itl_ms.p99)
 
 
 def summarize(

@@ -63,6 +63,8 @@ def build_predicted(plan: Plan) -> PredictedPerformance:
         goodput_high=_round(prediction.goodput_interval[1]),
         goodput_per_gpu=_round(plan.goodput_per_gpu),
         attainment=_round(prediction.attainment),
+        ttft_attainment=_round(prediction.ttft_attainment),
+        tpot_attainment=_round(prediction.tpot_attainment),
         ttft_ms=_build_percentiles(prediction.ttft_ms),
         tpot_ms=_build_percentiles(prediction.tpot_ms),
         itl_ms=_build_percentiles(prediction.itl_ms),

@@ -88,11 +88,17 @@ def format_ms(value: float) -> str:
 
 
 def format_targets(slo: Slo | NearestSlo) -> str:
-    """`TTFT 400 ms and TPOT 40 ms`, `TTFT 400 ms, TPOT 40 ms and ITL P99 60 ms`."""
-    targets = [f"TTFT {format_ms(slo.ttft_ms)}", f"TPOT {format_ms(slo.tpot_ms)}"]
+    """`TTFT 400 ms and TPOT 40 ms`, `TTFT 400 ms, TPOT P99 40 ms and ITL P99 60 ms`."""
+    ttft, tpot = (slo.ttft_attainment, slo.tpot_attainment) if isinstance(slo, Slo) else (None,) * 2
+    targets = [f"TTFT{_format_percentile(ttft)} {format_ms(slo.ttft_ms)}"]
+    targets += [f"TPOT{_format_percentile(tpot)} {format_ms(slo.tpot_ms)}"]
     if slo.itl_p99_ms is not None:
         targets.append(f"ITL P99 {format_ms(slo.itl_p99_ms)}")
     return f"{', '.join(targets[:-1])} and {targets[-1]}"
+
+
+def _format_percentile(share: float | None) -> str:
+    return "" if share is None else f" P{100 * share:g}"
 
 
 def format_percent(share: float) -> str:

@@ -82,7 +82,7 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     summary = (
         f"{format_plan(plan)} {holds} {format_number(problem.rate)} req/s with "
         f"{format_gpus(plan.gpus)} ({format_attainment(plan.prediction)} of requests in "
-        f"time{_describe_itl(problem, selected)})"
+        f"time{_describe_own_targets(problem, selected)})"
     )
     if plan.max_model_len is not None:
         summary = f"{summary}; {_explain_limit(problem, plan.max_model_len)}"
@@ -98,10 +98,15 @@ def explain_selection(problem: Problem, ranking: Ranking, why_affinity: str) -> 
     return "; ".join(filter(None, (summary, compared, why_affinity)))
 
 
-def _describe_itl(problem: Problem, finalist: PredictedPlan) -> str:
-    if problem.slo.itl_p99_ms is None:
-        return ""
-    return f", 99 % of tokens within {format_ms(finalist.plan.prediction.itl_ms.p99)}"
+def _describe_own_targets(problem: Problem, finalist: PredictedPlan) -> str:
+    slo, found, text = problem.slo, finalist.plan.prediction, ""
+    if slo.ttft_attainment is not None:
+        text += f", by TTFT {format_percent(found.ttft_attainment)}"
+    if slo.tpot_attainment is not None:
+        text += f", by TPOT {format_percent(found.tpot_attainment)}"
+    if slo.itl_p99_ms is not None:
+        text += f", 99 % of tokens within {format_ms(found.itl_ms.p99)}"
+    return text
 
 
 def _explain_limit(problem: Problem, tokens: int) -> str:
@@ -202,7 +207,8 @@ def compute_min_tpot_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) ->
     """Smallest TPOT target that these requests meet with the given TTFT target; infinite: none."""
     in_time = outcome.ttft_ms[span.window] <= slo.ttft_ms
     tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
-    return compute_quantile(tpot_ms, slo.attainment)
+    own = compute_quantile(outcome.tpot_ms[span.window], slo.tpot_attainment or 0.0)
+    return max(compute_quantile(tpot_ms, slo.attainment), own)
 
 
 def _is_allowed(problem: Problem, finalist: PredictedPlan) -> bool:

@@ -95,8 +95,11 @@ def sample_service(
         enough = max(WIDE_ERROR, abs(float(np.mean(shares)) - targets.attainment))
     ttft_ms, tpot_ms = map(np.concatenate, zip(*latencies, strict=True))
     attainment, tokens = float(np.mean(shares)), functools.reduce(operator.add, itl)
-    share = min(attainment, targets.measure_itl(tokens))
-    found = SampledService(attainment, error, share, ttft_ms, tpot_ms, tokens)
+    ttft = float(np.mean(ttft_ms <= targets.ttft_ms))
+    tpot = float(np.mean(tpot_ms <= targets.tpot_ms))
+    own = targets.scale_own(ttft, tpot, tokens.compute_share(targets.itl_p99_ms))
+    share = min(attainment, *own)
+    found = SampledService(attainment, error, share, ttft, tpot, ttft_ms, tpot_ms, tokens)
     return trials.services.setdefault(key, found)
 
 

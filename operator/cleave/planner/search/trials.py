@@ -15,7 +15,7 @@ import functools
 import math
 import sys
 from dataclasses import dataclass, field, replace
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -72,13 +72,6 @@ _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
 
-class Distribution(Protocol):
-    """Simulated or observed times between tokens."""
-
-    def compute_share(self, limit: float, /) -> float:
-        """Share of tokens that took at most so long; 1: there are none."""
-
-
 @dataclass(frozen=True, slots=True)
 class Precision:
     """How long trials are."""
@@ -114,23 +107,40 @@ class Targets:
     attainment: float
     itl_p99_ms: float = math.inf
     """Of all tokens together, not of a request."""
+    ttft_attainment: float = 0.0
+    """Share of requests that must meet the TTFT target, whatever their TPOT; 0: no own one."""
+    tpot_attainment: float = 0.0
 
     @classmethod
     def from_slo(cls, slo: Slo) -> Self:
         """The targets of a deployment's SLO."""
-        return cls(slo.ttft_ms, slo.tpot_ms, slo.attainment, slo.itl_p99_ms or math.inf)
+        return cls(
+            slo.ttft_ms,
+            slo.tpot_ms,
+            slo.attainment,
+            slo.itl_p99_ms or math.inf,
+            slo.ttft_attainment or 0.0,
+            slo.tpot_attainment or 0.0,
+        )
 
     def scale(self, scale: float) -> "Targets":
         """The same with all latencies multiplied by `scale`."""
         latencies = {name: getattr(self, name) * scale for name in LATENCIES}
         return replace(self, **latencies)
 
-    def measure_itl(self, itl: Distribution, unit_ms: float = 1.0) -> float:
-        """The share of tokens in time on the scale of `attainment`: as far above or below it as
-        their share is above or below 99 %, in parts of what may be late. `itl` is in `unit_ms`."""
-        if math.isinf(self.itl_p99_ms):
+    def scale_own(self, ttft: float, tpot: float, tokens: float) -> tuple[float, float, float]:
+        """The shares of requests within TTFT, within TPOT, and of tokens within `itl_p99_ms`, on
+        the scale of `attainment`: as far above or below it as from their own targets, in parts of
+        what may be late; 1 where there is no own target."""
+        levels = self.ttft_attainment, self.tpot_attainment, ITL_LEVEL
+        own = zip((ttft, tpot, tokens), levels, strict=True)
+        first, second, third = (self._scale_share(share, level) for share, level in own)
+        return first, second, third
+
+    def _scale_share(self, share: float, target: float) -> float:
+        if not target or share == 1:
             return 1.0
-        late = (1 - itl.compute_share(self.itl_p99_ms / unit_ms)) / (1 - ITL_LEVEL)
+        late = (1 - share) / (1 - target) if target < 1 else math.inf
         if self.attainment == 1:
             return float(late <= 1)
         return max(1 - late * (1 - self.attainment), 0.0)
@@ -153,8 +163,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Shares of the counted requests of one trial that met the targets. Where times between tokens
-    have a target that tokens meet worse, the first and third are `Targets.measure_itl` of them."""
+    """Shares of the counted requests of one trial that met the targets; less where one of the
+    `Targets.scale_own` of that latency is."""
 
     both: float
     """Both targets."""
@@ -175,7 +185,10 @@ class SampledService:
     error: float
     """Half of its 95 % confidence interval."""
     share: float
-    """`attainment`; less where times between tokens have a target that tokens meet worse."""
+    """`attainment`; less where a target of its own is met worse, see `Targets.scale_own`."""
+    ttft_share: float
+    """Share of the requests that meet the TTFT target, whatever their TPOT."""
+    tpot_share: float
     ttft_ms: Times
     """Of the requests of all samples."""
     tpot_ms: Times
@@ -289,8 +302,8 @@ class Trials:
         is_slow = tpot_ms[span.window] > targets.tpot_ms
         outcomes = (is_ttft_met & is_tpot_met, is_ttft_met, is_tpot_met, is_slow)
         both, ttft, tpot, slow = (float(np.count_nonzero(x)) / len(x) for x in outcomes)
-        tokens = targets.measure_itl(itl)
-        return Shares(min(both, tokens), ttft, min(tpot, tokens), slow, peaks)
+        own = targets.scale_own(ttft, tpot, itl.compute_share(targets.itl_p99_ms))
+        return Shares(min(both, *own), min(ttft, own[0]), min(tpot, *own[1:]), slow, peaks)
 
     def holds(self, fleet: Fleet, rate: float, targets: Targets, span: TrialSpan) -> bool:
         """Simulate `fleet` at `rate`: whether the attainment target is met."""
