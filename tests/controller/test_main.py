@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from cleave.controller import handlers, main
 from cleave.controller.cluster.cache import ResourceKey
 from cleave.controller.controller import Controller
-from cleave.controller.manager import ManagerOptions, OperatorEndpoints
+from cleave.controller.manager import ManagerOptions, OperatorEndpoints, WebhookOptions
 from cleave.controller.metrics import OperatorCollector, OperatorMetrics
 from cleave.controller.resync import WATCHED_KINDS
 from cleave.controller.settings import OperatorSettings
@@ -35,9 +35,8 @@ def test_the_command_line_says_it_all(ran: list[ManagerOptions]) -> None:
     assert main.main(line.split()) == 0
     (options,) = ran
     assert options.identity.startswith("me_")
-    assert (options.namespace, options.namespaces, options.port) == ("here", ("a", "b"), 9)
-    assert options.webhook is not None
-    assert (options.webhook.name, options.webhook.issues_certificate) == ("w", False)
+    assert (options.settings.namespace, options.namespaces, options.port) == ("here", ("a", "b"), 9)
+    assert options.webhook == WebhookOptions("w", certificate="cert-manager")
     assert options.settings.device == "cpu"
     assert options.settings.images == Images("r/", {"gateway": "r/own@sha256:ab"})
 

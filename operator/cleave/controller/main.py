@@ -10,14 +10,10 @@ import os
 import sys
 import uuid
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from cleave import logs
 from cleave.api.manifest import ManifestError, load_cluster
-from cleave.controller.author_policy import allow_lists
-from cleave.controller.author_policy.pod_rules import AllowLists
 from cleave.controller.cluster.client import KubeApiError, connect
 from cleave.controller.cluster.leader_election import LeaseConfig
 from cleave.controller.handlers import WatchError
@@ -25,7 +21,7 @@ from cleave.controller.manager import Manager, ManagerOptions, WebhookOptions
 from cleave.controller.settings import OperatorSettings
 from cleave.manifests.container import IMAGE_KINDS, Images
 from cleave.manifests.network_policies import NetworkIsolation
-from cleave.rpc.listen_addresses import parse_hosts, parse_port
+from cleave.options import add_options, read_options
 
 log = logging.getLogger("cleave.controller")
 
@@ -73,45 +69,26 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
             log.error("--cluster: %s", fault)
         return 2
     try:
-        lease_config = LeaseConfig(args.lease_duration, args.renew_deadline, args.retry_period)
+        lease_config = read_options(LeaseConfig, args)
     except ValueError as error:
         log.error("%s", error)
         return 2
-    webhook = None
-    if args.webhook:
-        issues_certificate = args.webhook_certificate == "operator"
-        webhook = WebhookOptions(args.webhook, args.webhook_port, issues_certificate)
-    isolation = None
-    if args.isolate_workers:
-        isolation = NetworkIsolation(
-            args.own_namespace,
-            args.api_server_port,
-            tuple(args.egress_port),
-            tuple(args.scraper_namespace),
-        )
-    settings = OperatorSettings(
-        namespace=args.own_namespace,
+    settings = read_options(
+        OperatorSettings,
+        args,
         images=Images(args.image_prefix, dict(args.image)),
-        device=args.device,
-        isolation=isolation,
-        account=args.account,
-        has_assigned_user=args.assigned_user,
-        model_hub=args.model_hub,
-        prometheus=args.prometheus,
-        allow_lists=args.restrict_pods,
-        traffic_poll_s=args.watch_interval,
+        isolation=read_options(NetworkIsolation, args, operator_namespace=args.own_namespace)
+        if args.isolate_workers
+        else None,
         cluster=cluster,
     )
-    options = ManagerOptions(
+    options = read_options(
+        ManagerOptions,
+        args,
         # Unique per process: a predecessor of the same name may still have a write in flight.
         identity=f"{args.identity}_{uuid.uuid4().hex[:8]}",
-        namespace=args.own_namespace,
-        hosts=args.host,
-        port=args.port,
-        lease=args.lease,
         lease_config=lease_config,
-        namespaces=tuple(args.namespace),
-        webhook=webhook,
+        webhook=read_options(WebhookOptions, args),
         settings=settings,
     )
     return run(options)
@@ -131,61 +108,8 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
     # Not all options in each error: their list is a screen long.
     usage = f"{program} [options]; {program} --help lists the options"
     parser = argparse.ArgumentParser(program, usage, description, _EXIT_CODES)
+    add_options(parser, ManagerOptions, LeaseConfig, OperatorSettings, WebhookOptions)
     add = parser.add_argument
-    add(
-        "--host",
-        type=parse_hosts,
-        default="0.0.0.0",  # noqa: S104 - probes and scrapes come from elsewhere
-        metavar="HOST,...",
-        help="addresses of /healthz, /readyz, /metrics and the webhook",
-    )
-    add("--port", type=parse_port, default=8081)
-    add("--namespace", action="append", default=[], help="watch this namespace only; repeatable")
-    add("--lease", default="cleave-operator", help="name of the leader election's Lease")
-    defaults = LeaseConfig()
-    add(
-        "--lease-duration",
-        type=int,
-        default=defaults.lease_s,
-        metavar="S",
-        help="a standby operator leads when the leader has not renewed for this long (default: 15)",
-    )
-    add(
-        "--renew-deadline",
-        type=float,
-        default=defaults.renew_deadline_s,
-        metavar="S",
-        help="the leader writes for this long after it has renewed (default: 10)",
-    )
-    add(
-        "--retry-period",
-        type=float,
-        default=defaults.retry_s,
-        metavar="S",
-        help="between two attempts to renew or to lead (default: 2)",
-    )
-    add(
-        "--own-namespace",
-        default=os.environ.get("POD_NAMESPACE", "default"),
-        help="namespace of the Lease (default: $POD_NAMESPACE)",
-    )
-    add(
-        "--identity",
-        default=os.environ.get("POD_NAME") or os.uname().nodename,
-        help="identity of this operator in the Lease (default: $POD_NAME)",
-    )
-    add(
-        "--account",
-        default=OperatorSettings().account,
-        metavar="NAME",
-        help="service account of this operator, as system:serviceaccount:NAMESPACE:NAME; agents "
-        "accept calls of it and of their deployment's only",
-    )
-    add(
-        "--assigned-user",
-        action="store_true",
-        help="pods of deployments name no user and groups: the cluster assigns them (OpenShift)",
-    )
     add("--image-prefix", default="", help="registry and path of Cleave's own images")
     add(
         "--image",
@@ -202,86 +126,16 @@ def _build_parser(program: str) -> argparse.ArgumentParser:
         help="NetworkPolicies: only a deployment's pods and the operator may reach its workers and "
         "the gateways' internal port",
     )
-    add(
-        "--scraper-namespace",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="whose pods may read the gateways' metrics through these policies; repeatable",
-    )
-    add(
-        "--egress-port",
-        action="append",
-        default=[],
-        type=parse_port,
-        metavar="PORT",
-        help="that workers may connect to besides 443, such as a model mirror's; repeatable",
-    )
-    add("--api-server-port", type=parse_port, default=6443, help="of the API server, besides 443")
-    add(
-        "--watch-interval",
-        type=_parse_interval,
-        default=15.0,
-        metavar="S",
-        help="seconds between two scrapes of the gateways' metrics (default: 15)",
-    )
-    add(
-        "--restrict-pods",
-        type=_parse_allow_lists,
-        metavar="JSON",
-        help="refuse deployments and pools whose pods would have more than Cleave itself needs and "
-        f"than these lists hold: {', '.join(allow_lists.NAMES)} (default: they may have all that "
-        "the resources have fields for)",
-    )
-    add("--device", choices=["gpu", "cpu"], default="gpu", help="device that the nodes compute on")
+    add_options(parser, NetworkIsolation)
     add(
         "--cluster",
         type=Path,
         metavar="FILE",
         help="cluster file with network, own GPUs and measured profiles",
     )
-    add(
-        "--model-hub",
-        type=partial(_parse_url, example="https://huggingface.co"),
-        default="",
-        metavar="URL",
-        help="read config.json of models that Cleave does not know from here, such as "
-        "https://huggingface.co, with the token of $HF_TOKEN (default: not read)",
-    )
-    add(
-        "--prometheus",
-        type=partial(_parse_url, example="http://prometheus.monitoring:9090"),
-        default="",
-        metavar="URL",
-        help="read the gateways' counters from this Prometheus, with the token of "
-        "$PROMETHEUS_TOKEN; what it does not have is read from the gateways (default: all is)",
-    )
-    add("--webhook", default="", metavar="NAME", help="serve the validating webhook of this name")
-    add("--webhook-port", type=parse_port, default=9443)
-    add(
-        "--webhook-certificate",
-        choices=["operator", "cert-manager", "secret"],
-        default="operator",
-        help="who issues the webhook's certificate; secret: you, in the Secret of its name",
-    )
     add("--log-level", choices=["debug", "info", "warning", "error"], default="info")
     logs.add_option(parser, "json")
     return parser
-
-
-def _parse_allow_lists(text: str) -> AllowLists:
-    try:
-        return allow_lists.parse(text)
-    except allow_lists.AllowListsError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _parse_url(text: str, example: str) -> str:
-    parts = urlsplit(text)
-    has_host = parts.scheme in ("http", "https") and parts.hostname and "@" not in parts.netloc
-    if text and (not has_host or parts.query or parts.fragment):
-        raise argparse.ArgumentTypeError(f"{text!r}: must be like {example}")
-    return text
 
 
 def _parse_image(text: str) -> tuple[str, str]:
@@ -290,13 +144,6 @@ def _parse_image(text: str) -> tuple[str, str]:
         known = ", ".join(IMAGE_KINDS)
         raise argparse.ArgumentTypeError(f"{text}: must be KIND=REFERENCE with KIND of {known}")
     return kind, reference
-
-
-def _parse_interval(text: str) -> float:
-    seconds = float(text)
-    if not 0.5 <= seconds <= 300:
-        raise argparse.ArgumentTypeError(f"{text}: must be from 0.5 to 300")
-    return seconds
 
 
 if __name__ == "__main__":

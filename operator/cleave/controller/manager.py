@@ -33,6 +33,7 @@ from cleave.controller.resync import Resync
 from cleave.controller.settings import OperatorSettings
 from cleave.controller.webhook import server
 from cleave.manifests.gang import POD_GROUP
+from cleave.options import declare, declare_each, parse_hosts, parse_port
 from cleave.rpc.credentials import find_credentials
 
 log = logging.getLogger(__name__)
@@ -49,26 +50,41 @@ _MAX_ELECTION_IDLE_S = 30.0
 class WebhookOptions:
     """Options of the validating webhook."""
 
-    name: str
-    """Name of its Service, its Secret and its ValidatingWebhookConfiguration."""
-    port: int = 9443
-    issues_certificate: bool = True
-    """Whether the operator issues the certificate; False: cert-manager does."""
+    name: str = declare(
+        "--webhook", "", "serve the validating webhook of this name", metavar="NAME"
+    )
+    """Name of its Service, its Secret and its ValidatingWebhookConfiguration; empty: there is no
+    webhook."""
+    port: int = declare("--webhook-port", 9443, parse=parse_port)
+    certificate: str = declare(
+        "--webhook-certificate",
+        "operator",
+        "who issues the webhook's certificate; secret: you, in the Secret of its name",
+        choices=("operator", "cert-manager", "secret"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class ManagerOptions:
     """Options of one operator process."""
 
-    identity: str
-    namespace: str
-    """The operator's own namespace, where the Lease is."""
-    hosts: tuple[str, ...] = ("0.0.0.0",)  # noqa: S104 - probes and scrapes come from elsewhere
-    port: int = 8081
-    lease: str = "cleave-operator"
-    namespaces: tuple[str, ...] = ()
-    """Namespaces to watch; empty: all."""
-    webhook: WebhookOptions | None = None
+    hosts: tuple[str, ...] = declare(
+        "--host",
+        ("0.0.0.0",),  # noqa: S104 - probes and scrapes come from elsewhere
+        "addresses of /healthz, /readyz, /metrics and the webhook",
+        parse=parse_hosts,
+        metavar="HOST,...",
+    )
+    port: int = declare("--port", 8081, parse=parse_port)
+    namespaces: tuple[str, ...] = declare_each("--namespace", "watch this namespace only")
+    lease: str = declare("--lease", "cleave-operator", "name of the leader election's Lease")
+    identity: str = declare(
+        "--identity",
+        os.uname().nodename,
+        "identity of this operator in the Lease (default: $POD_NAME)",
+        env="POD_NAME",
+    )
+    webhook: WebhookOptions = WebhookOptions()
     settings: OperatorSettings = field(default_factory=OperatorSettings)
     lease_config: LeaseConfig = field(default_factory=LeaseConfig)
 
@@ -91,7 +107,7 @@ class Manager:
             else None,
         )
         self._leader = LeaderElector(
-            kube, options.namespace, options.lease, options.identity, options.lease_config
+            kube, options.settings.namespace, options.lease, options.identity, options.lease_config
         )
         self._resync = Resync(kube, self._controller, options.namespaces)
         credentials = find_credentials()
@@ -190,12 +206,12 @@ class Manager:
 
     def _make_webhook(self) -> server.WebhookServer | None:
         webhook, options = self._options.webhook, self._options
-        if webhook is None:
+        if not webhook.name:
             return None
-        base = f"{webhook.name}.{options.namespace}.svc"
+        base = f"{webhook.name}.{options.settings.namespace}.svc"
         names = (base, f"{base}.cluster.local")
-        store = server.SecretCertificateStore(self._kube, options.namespace, webhook.name)
-        issues = webhook.issues_certificate
+        store = server.SecretCertificateStore(self._kube, options.settings.namespace, webhook.name)
+        issues = webhook.certificate == "operator"
         config = server.WebhookConfig(options.hosts, webhook.port, names, issues)
         rotator = server.CertificateRotator(store, names, issues_certificate=issues)
         inventory = self._controller.build_inventory

@@ -29,6 +29,7 @@ from cleave.manifests.labels import (
     get_workers_name,
 )
 from cleave.manifests.owned_objects import DeploymentOrPool, get_deployment_name
+from cleave.options import declare, declare_each, parse_port
 
 _NAMESPACE_LABEL = "kubernetes.io/metadata.name"
 """Label that Kubernetes sets on every namespace."""
@@ -56,12 +57,20 @@ class NetworkIsolation:
     """What the policies depend on besides the deployment."""
 
     operator_namespace: str = "cleave-system"
-    api_server_port: int = 6443
-    """Port of the API server in addition to 443."""
-    egress_ports: tuple[int, ...] = ()
-    """Ports besides 443 that workers may connect to, such as those of a model mirror."""
-    scraper_namespaces: tuple[str, ...] = ()
-    """Namespaces whose pods may read the gateways' metrics."""
+    scraper_namespaces: tuple[str, ...] = declare_each(
+        "--scraper-namespace",
+        "whose pods may read the gateways' metrics through these policies",
+        metavar="NAME",
+    )
+    egress_ports: tuple[int, ...] = declare_each(
+        "--egress-port",
+        "that workers may connect to besides 443, such as a model mirror's",
+        parse=parse_port,
+        metavar="PORT",
+    )
+    api_server_port: int = declare(
+        "--api-server-port", 6443, "of the API server, besides 443", parse=parse_port
+    )
 
 
 def build_workers_policy(owner: DeploymentOrPool, isolation: NetworkIsolation) -> Manifest:

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 
 from cleave.controller.cluster.client import FIELD_MANAGER, KINDS, KubeApiError, KubeClient
 from cleave.manifests.labels import Manifest
+from cleave.options import declare, declare_seconds
 
 log = logging.getLogger(__name__)
 
@@ -26,12 +27,18 @@ class LeaseConfig:
     """Times of the election, in seconds; by default those of Kubernetes' own controllers, which
     outlast an API server that pauses for seconds. Raises ValueError when they contradict."""
 
-    lease_s: int = 15
-    """A Lease that was not renewed for this long may be taken over."""
-    renew_deadline_s: float = 10.0
-    """The leader writes for this long after a renewal; less than `lease_s`."""
-    retry_s: float = 2.0
-    """Period at which the leader renews the Lease and standby operators read it."""
+    lease_s: int = declare(
+        "--lease-duration",
+        15,
+        "a standby operator leads when the leader has not renewed for this long",
+        metavar="S",
+    )
+    renew_deadline_s: float = declare_seconds(
+        "--renew-deadline", 10.0, "the leader writes for this long after it has renewed"
+    )
+    retry_s: float = declare_seconds(
+        "--retry-period", 2.0, "between two attempts to renew or to lead"
+    )
 
     def __post_init__(self) -> None:
         if not 0 < self.retry_s < self.renew_deadline_s < self.lease_s:
