@@ -124,6 +124,6 @@ def test_the_help_shows_defaults_as_they_are_written(capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         main_module.main(["--help"])
     text = " ".join(capsys.readouterr().out.split())
-    for default in ("127.0.0.1", "8080", "PrefixAware", "16MiB", "30.0"):
+    for default in ("127.0.0.1", "8080", "PrefixAware", "16MiB", "30"):
         assert f"(default {default})" in text
     assert text.count("default: no authentication") == 1

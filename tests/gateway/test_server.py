@@ -1,6 +1,5 @@
 """Start, end, and the command itself."""
 
-import argparse
 import asyncio
 import os
 import re
@@ -16,7 +15,7 @@ import pytest
 
 from cleave.api.enums import FlippingMode
 from cleave.cli.main import app as cleave
-from cleave.gateway.config import GatewayConfig, parse_size
+from cleave.gateway.config import GatewayConfig
 from cleave.gateway.main import main
 from cleave.gateway.server import ACCEPTS_PER_TURN, GatewayServer
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc, router_pb2, router_pb2_grpc
@@ -112,19 +111,6 @@ async def test_what_outlasts_the_drain_time_is_cut(make_stage) -> None:
     await stage.gateway.stop()
     assert await client.is_closed()
     await stage.until(lambda: stage.engines["x"].requests[0].cut, "the engine is stopped")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("16MiB", 16 << 20), ("512Ki", 512 << 10), ("1000", 1000), ("1GiB", 1 << 30)]
-)
-def test_sizes_are_read(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "MiB", "16MB", "-1", "1.5Gi"])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="size"):
-        parse_size(text)
 
 
 def test_bad_usage_is_exit_code_2(tmp_path, monkeypatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 from cleave.api.deployment import LLMDeploymentStatus, WitnessSpec
 from cleave.api.manifest import ManifestError
 from cleave.api.plan import SelectedPlan
-from cleave.gateway.config import GatewayConfig, add_options, build_config
+from cleave.gateway.config import GatewayConfig, Timeouts, build_config
 from cleave.manifests.container import LISTEN_ON, Images
 from cleave.manifests.gateway import (
     SHUTDOWN_DELAY_S,
@@ -20,6 +20,7 @@ from cleave.manifests.gateway import (
     get_thresholds,
 )
 from cleave.manifests.worker import build_worker_pod
+from cleave.options import add_options
 from cleave.rpc.plan_thresholds import PlanThresholds
 
 from tests.support.built_pools import hash_revision
@@ -61,9 +62,9 @@ def test_the_command_line_is_the_gateways(deployment) -> None:
 def test_the_gateway_learns_all_names_of_the_model(deployment) -> None:
     chat = deployment(gateway={"modelAliases": ["gpt-4o", "org/m"]})
     parser = argparse.ArgumentParser()
-    add_options(parser)
+    add_options(parser, GatewayConfig, Timeouts)
     options, _ = parser.parse_known_args(container(build_gateway_pod(chat))["command"][3:])
-    names = build_config("", options).model_names
+    names = build_config(options).model_names
     assert names == (chat.spec.model.name, "gpt-4o", "org/m")
     # Engines and plans have no part in them.
     assert hash_revision(chat) == hash_revision(deployment())

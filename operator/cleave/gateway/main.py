@@ -20,7 +20,7 @@ import uvloop
 from cleave import logs
 from cleave.gateway import process_supervisor
 from cleave.gateway.admission.tenants import ApiKeysError
-from cleave.gateway.config import GatewayConfig, add_options, build_config
+from cleave.gateway.config import GatewayConfig, Timeouts, build_config
 from cleave.gateway.context import MAX_INTERNAL_CLIENTS
 from cleave.gateway.endpoint_picker.credentials import EndpointPickerError
 from cleave.gateway.garbage_collection import collect_in_steps
@@ -29,7 +29,8 @@ from cleave.gateway.shared_state import SharedGatewayState
 from cleave.gateway.tls import TlsError
 from cleave.gateway.tracing.access_log import ACCESS_LOGGER
 from cleave.gateway.tracing.request_record import TracingError
-from cleave.rpc.agent_discovery import ENV, DiscoveryError
+from cleave.options import add_options
+from cleave.rpc.agent_discovery import DiscoveryError
 
 __all__ = ["GatewayConfig", "main", "run"]
 
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     options = parser.parse_args(arguments)
     options.otlp_endpoint = _resolve_otlp_endpoint(options.otlp_endpoint)
     try:
-        config = build_config(options.agents, options)
+        config = build_config(options)
     except ValueError as error:
         parser.error(str(error))
     logs.configure(options.log_format)
@@ -180,14 +181,7 @@ def _build_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     # Not all options in each error: their list is a screen long.
     usage = f"{program} --agents AGENTS [options]; {program} --help lists the options"
     parser = argparse.ArgumentParser(program, usage, _DESCRIPTION, _EXIT_CODES)
-    parser.add_argument(
-        "--agents",
-        default=os.environ.get(ENV),
-        required=ENV not in os.environ,
-        help=f"file:PATH, endpoints:NAMESPACE/SERVICE:PORT, dns:NAME:PORT or HOST:PORT,... "
-        f"(default: ${ENV})",
-    )
-    add_options(parser)
+    add_options(parser, GatewayConfig, Timeouts)
     logs.add_option(parser)
     return parser
 

@@ -107,8 +107,8 @@ class AgentConfig:
     deployment: str = declare("--deployment", help_text="the LLMDeployment it belongs to")
     role: "agent_pb2.Role.ValueType" = declare(
         "--role",
+        help_text="decode, mixed or prefill",
         parse=_parse_role,
-        metavar=f"{{{','.join(sorted(ROLES))}}}",
     )
     model: str = declare("--model", metavar="FOLDER_OR_ID")
     name: str = declare(
