@@ -53,7 +53,7 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    model: str = declare("--model", help_text="its name")
+    model: str = declare("--model", help_text="its name", env="MODEL")
     port: int = declare("--port", 80, "a port", env="PORT")
     names: tuple[str, ...] = declare_each("--name", "a name")
     wait_s: float = declare_seconds("--wait", 2.5, "a time")
@@ -76,6 +76,7 @@ def test_a_dataclass_is_what_its_flags_say_and_else_its_defaults() -> None:
 def test_a_variable_of_the_environment_is_another_default() -> None:
     assert parse("--model m", PORT="81").port == 81
     assert parse("--model m --port 9", PORT="81").port == 9
+    assert parse("", MODEL="m").model == "m"
 
 
 @pytest.mark.parametrize("line", ["", "--model m --port x", "--model m --wait -1"])

@@ -110,7 +110,7 @@ def _add_option(
         option["flag"],
         type=parse,
         # argparse parses a text as if it were given.
-        default=None if default is MISSING else default if given is None else given,
+        default=given if given is not None else None if default is MISSING else default,
         required=default is MISSING and given is None,
         metavar=metavar,
         choices=option["choices"],
