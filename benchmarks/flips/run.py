@@ -1,7 +1,7 @@
 """Flips: what they gain in moving traffic, what they cost plans that are right, and their time.
 
-`python benchmarks/flips/run.py [simulated|planned|drawn|timed|vllm ...]`; without names all but
-vllm, about eight minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
+`python benchmarks/flips/run.py [simulated|planned|drawn|held-out|timed|vllm ...]`; without names
+all but vllm, about 20 minutes. timed: emulated engines; vllm: real ones, on two cores of their own.
 `--quick`: does everything work? Quote none of its figures.
 """
 
@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 from result_table import show
 
-PARTS = ["simulated", "planned", "drawn", "timed", "vllm"]
+PARTS = ["simulated", "planned", "drawn", "held-out", "timed", "vllm"]
 FLIPS, VLLM_FLIPS, QUICK_FLIPS = 1_000, 200, 20
 
 
@@ -36,6 +36,8 @@ def main() -> None:
         found["planned"] = list(planned.run(arguments.quick))
     if "drawn" in what:
         found["drawn"] = list(planned.run_drawn(arguments.quick))
+    if "held-out" in what:
+        found["held-out"] = list(planned.run_held_out(arguments.quick))
     if "timed" in what:
         found["timed"] = measured.run(QUICK_FLIPS if arguments.quick else FLIPS, vllm=False)
     if "vllm" in what:

@@ -17,7 +17,7 @@ from cleave.planner.problem import Problem
 from cleave.planner.result import md1, verdict
 from cleave.planner.result.margins import list_close_calls
 from cleave.planner.result.nearest_slo import find_nearest_slo
-from cleave.planner.result.prediction import PredictedPlan, predict
+from cleave.planner.result.prediction import PredictedPlan, predict, resample
 from cleave.planner.result.reuse import compare_with_blind, estimate_host_memory
 from cleave.planner.result.text import format_number, format_plan
 from cleave.planner.result.verdict import Ranking
@@ -72,7 +72,7 @@ def plan(problem: Problem, progress: PlanProgressCallback | None = None) -> Plan
     finalists = _predict_best(
         search, enumeration.enumerate_placements(search, feasible, choice.affinity)
     )
-    ranking = verdict.rank_plans(problem, finalists)
+    ranking = _sample_first(search, verdict.rank_plans(problem, finalists))
     plans, nearest, reuse = [each.plan for each in ranking.ordered], None, None
     warnings = _list_warnings(problem, finalists, search.trials.max_rate)
     if is_infeasible := ranking.verdict is PlanVerdict.INFEASIBLE:
@@ -181,6 +181,15 @@ def _predict_best(search: SearchContext, options: Sequence[PlacementOption]) -> 
         long = search.with_precision(CONFIRMATION_PRECISION)
         finalists.append(predict(long, each.placement, each.algorithm))
     return finalists
+
+
+def _sample_first(search: SearchContext, ranking: Ranking) -> Ranking:
+    """With a better prediction of the plan that is selected, which takes too long for all."""
+    if ranking.verdict is PlanVerdict.INFEASIBLE:
+        return ranking
+    search.tick("the selected plan")
+    first, *others = ranking.ordered
+    return replace(ranking, ordered=(resample(search, first), *others))
 
 
 def _compute_switch_ms(search: SearchContext, ranking: Ranking) -> dict[str, float] | None:

@@ -82,3 +82,16 @@ def test_of_a_rival_that_does_not_hold_it_is_said_what_it_serves_with_how_much(
     reason = verdict.explain_selection(problem, Ranking(PlanVerdict.COLOCATE, (whole, missing)), "")
     said = "no disaggregated plan that holds the rate was found; the best serves 0.900 req/s with"
     assert f"{said} 2 GPUs" in reason
+
+
+def test_a_selected_plan_of_which_more_samples_show_less_than_the_target_nearly_holds(
+    problem: Problem, finalists: tuple[PredictedPlan, PredictedPlan]
+) -> None:
+    whole, split = finalists
+    seen = replace(whole.plan.prediction, attainment=0.897)
+    ranking = verdict.rank_plans(problem, [split, whole])
+    shown = replace(whole, plan=replace(whole.plan, prediction=seen))
+    ranking = replace(ranking, ordered=(shown, split))
+    assert "1M tp1 nearly holds 1.00 req/s with 1 GPU (89.7 % of" in verdict.explain_selection(
+        problem, ranking, ""
+    )

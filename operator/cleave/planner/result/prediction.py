@@ -6,13 +6,14 @@ seeds; short ones are only good enough to compare.
 
 import math
 from dataclasses import dataclass, replace
+from typing import TypedDict
 
 import numpy as np
 
 from cleave.api.deployment import Slo
 from cleave.api.planning import Objective
 from cleave.api.role import Role
-from cleave.planner.plan import Plan, Prediction
+from cleave.planner.plan import Percentiles, Plan, Prediction
 from cleave.planner.problem import Problem
 from cleave.planner.result.simulation_summary import (
     compute_itl_percentiles,
@@ -30,8 +31,8 @@ from cleave.planner.search.candidate_placement import (
 )
 from cleave.planner.search.context import SearchContext
 from cleave.planner.search.goodput import Goodput
-from cleave.planner.search.long_trials import sample_service
-from cleave.planner.search.trials import RANKING_PRECISION, SampledService, TrialSpan
+from cleave.planner.search.long_trials import SampledService, sample_service
+from cleave.planner.search.trials import RANKING_PRECISION, TrialSpan
 from cleave.policy.short_prompts import find_short_prompt_tokens
 from cleave.simulator.outcome import SimulationResult
 from cleave.simulator.trace import Trace
@@ -40,6 +41,18 @@ _SEEDS = 5
 _FEW_SEEDS = 3
 _LONG_TRIAL_REQUESTS = 30_000
 """Trials of this many requests vary little between seeds, so fewer seeds are enough."""
+
+
+class _ServiceFields(TypedDict):
+    """Of a Prediction."""
+
+    attainment: float
+    attainment_error: float
+    ttft_attainment: float
+    tpot_attainment: float
+    ttft_ms: Percentiles
+    tpot_ms: Percentiles
+    itl_ms: Percentiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +122,17 @@ def predict(search: SearchContext, placement: CandidatePlacement, algorithm: str
     return PredictedPlan(placement, plan, goodput_found.is_monotone, outcome, trace, span)
 
 
+def resample(search: SearchContext, predicted: PredictedPlan) -> PredictedPlan:
+    """The same plan with what more samples show of the requested rate: those by which it was chosen
+    flatter it."""
+    problem, placement, plan = search.problem, predicted.placement, predicted.plan
+    fleet = build_deployed_cell(problem, placement, plan.whole_below_tokens)
+    rate, span = problem.rate / placement.copies, predicted.span
+    found = sample_service(search.trials, fleet, rate, span, search.targets, is_shown=True)
+    prediction = replace(plan.prediction, **_describe_service(found))
+    return replace(predicted, plan=replace(plan, prediction=prediction))
+
+
 def compute_whole_below_tokens(
     problem: Problem, placement: CandidatePlacement, outcome: SimulationResult, trace: Trace
 ) -> int:
@@ -153,13 +177,7 @@ def _build_prediction(
     return Prediction(
         goodput=goodput_found.rate * placement.copies,
         goodput_interval=(low * placement.copies, high * placement.copies),
-        attainment=found.attainment,
-        attainment_error=found.error,
-        ttft_attainment=found.ttft_share,
-        tpot_attainment=found.tpot_share,
-        ttft_ms=compute_percentiles(found.ttft_ms),
-        tpot_ms=compute_percentiles(found.tpot_ms),
-        itl_ms=compute_itl_percentiles(found.itl),
+        **_describe_service(found),
         cost_per_hour=placement.get_resources(Objective.COST),
         power_watts=placement.get_resources(Objective.POWER),
         trust=max(
@@ -169,6 +187,18 @@ def _build_prediction(
         kv_link=build_kv_link(placement),
         cached_share=_compute_cached_share(outcome, span),
     )
+
+
+def _describe_service(found: SampledService) -> "_ServiceFields":
+    return {
+        "attainment": found.attainment,
+        "attainment_error": found.error,
+        "ttft_attainment": found.ttft_share,
+        "tpot_attainment": found.tpot_share,
+        "ttft_ms": compute_percentiles(found.ttft_ms),
+        "tpot_ms": compute_percentiles(found.tpot_ms),
+        "itl_ms": compute_itl_percentiles(found.itl),
+    }
 
 
 def _compute_cached_share(outcome: SimulationResult, span: TrialSpan) -> float:

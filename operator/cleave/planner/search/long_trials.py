@@ -9,6 +9,10 @@ samples here are none of the search's.
 import functools
 import math
 import operator
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from cleave.planner.search.goodput import compute_half_interval
 from cleave.planner.search.part import PHASE_SLACK
 from cleave.planner.search.trials import (
     CONFIRMATION_PRECISION,
-    SampledService,
+    ServiceSample,
     Shares,
     Targets,
     Trials,
@@ -33,10 +37,44 @@ _CLOSE_SHARE = 0.01
 _MARGIN = 0.1
 """A trial goes on a little, so that rounding does not hide that a phase misses the target."""
 _FIRST_SEED = 101
-"""Added to the seed of the problem; other trials add less."""
-_FEWEST, _MOST = 8, 40
-"""Samples. A fleet that is short of memory may collapse in one of six; three that did not agree so
-well that no more were drawn, and predictions were up to eight points too high."""
+"""Added to the seed of the problem and its fingerprint; other trials add less, without this."""
+_FEWEST = 4
+"""Samples."""
+_MOST_DECIDING, _MOST_SHOWN = 400_000, 1_000_000
+"""Requests of all samples; a sample has 10,000 or more, and of more the shares vary less."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledService:
+    """What a fleet does with several samples of requests."""
+
+    attainment: float
+    """Mean share of the requests that meet both targets."""
+    error: float
+    """Half of its 95 % confidence interval."""
+    share: float
+    """`attainment`; less where a target of its own is met worse, see `Targets.scale_own`."""
+    ttft_share: float
+    """Share of the requests that meet the TTFT target, whatever their TPOT."""
+    tpot_share: float
+    ttft_ms: Times
+    """Of the requests of all samples."""
+    tpot_ms: Times
+    itl: InterTokenLatencies
+
+    @classmethod
+    def summarize(cls, samples: Sequence[ServiceSample], targets: Targets) -> Self:
+        """The means of at least two samples."""
+        shares = [each.share for each in samples]
+        attainment, error = statistics.fmean(shares), compute_half_interval(shares)
+        tokens = functools.reduce(operator.add, (each.itl for each in samples))
+        ttft_ms = np.concatenate([each.ttft_ms for each in samples])
+        tpot_ms = np.concatenate([each.tpot_ms for each in samples])
+        ttft = float(np.mean(ttft_ms <= targets.ttft_ms))
+        tpot = float(np.mean(tpot_ms <= targets.tpot_ms))
+        own = targets.scale_own(ttft, tpot, tokens.compute_share(targets.itl_p99_ms))
+        share = min(attainment, *own)
+        return cls(attainment, error, share, ttft, tpot, ttft_ms, tpot_ms, tokens)
 
 
 def holds(search: SearchContext, placement: CandidatePlacement) -> bool:
@@ -73,34 +111,42 @@ def measure_mean(search: SearchContext, placement: CandidatePlacement) -> float:
 
 
 def sample_service(
-    trials: Trials, fleet: SimulatedFleet, rate: float, span: TrialSpan, targets: Targets
+    trials: Trials,
+    fleet: SimulatedFleet,
+    rate: float,
+    span: TrialSpan,
+    targets: Targets,
+    *,
+    is_shown: bool = False,
 ) -> SampledService:
-    """Serve samples of requests until the mean is good enough, or surely above or below the target,
-    or there are enough of them."""
+    """Serve samples of requests until their mean is known within a point, or there are enough. To
+    decide, it is enough that it is surely above or below the target; that is no figure to show, as
+    fleets for which one stops early are those whose first samples flatter them."""
     key = fleet, rate, span, targets, trials.seed
-    if key in trials.services:
-        return trials.services[key]
-    shares: list[float] = []
-    latencies: list[tuple[Times, Times]] = []
-    itl: list[InterTokenLatencies] = []
-    error = enough = math.inf
-    while len(shares) < _FEWEST or (error > enough and len(shares) < _MOST):
-        other = trials.with_seed(trials.seed + _FIRST_SEED + len(shares))
-        outcome = other.simulate(fleet, rate, span)
+    samples = trials.samples.setdefault(key, [])
+    first = trials.seed + trials.fingerprint + _FIRST_SEED
+    most = math.ceil((_MOST_SHOWN if is_shown else _MOST_DECIDING) / span.total)
+    while not _are_enough(samples, most, targets.attainment, is_shown=is_shown):
+        outcome = trials.with_seed(first + len(samples)).simulate(fleet, rate, span)
         ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
-        latencies.append((ttft_ms, tpot_ms))
-        itl.append(outcome.itl)
-        shares.append(float(np.mean((ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms))))
-        error = compute_half_interval(shares) if len(shares) > 1 else math.inf
-        enough = max(WIDE_ERROR, abs(float(np.mean(shares)) - targets.attainment))
-    ttft_ms, tpot_ms = map(np.concatenate, zip(*latencies, strict=True))
-    attainment, tokens = float(np.mean(shares)), functools.reduce(operator.add, itl)
-    ttft = float(np.mean(ttft_ms <= targets.ttft_ms))
-    tpot = float(np.mean(tpot_ms <= targets.tpot_ms))
-    own = targets.scale_own(ttft, tpot, tokens.compute_share(targets.itl_p99_ms))
-    share = min(attainment, *own)
-    found = SampledService(attainment, error, share, ttft, tpot, ttft_ms, tpot_ms, tokens)
-    return trials.services.setdefault(key, found)
+        share = float(np.mean((ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)))
+        samples.append(ServiceSample(share, ttft_ms, tpot_ms, outcome.itl))
+    return SampledService.summarize(samples, targets)
+
+
+def _are_enough(
+    samples: Sequence[ServiceSample], most: int, attainment: float, *, is_shown: bool
+) -> bool:
+    """Whether the mean would be known even if one more sample missed as many more requests as may
+    be missed at all: a fleet that is short of memory may collapse in one of many, which equal
+    samples so far do not exclude."""
+    if len(samples) < _FEWEST:
+        return False
+    shares = [each.share for each in samples]
+    mean = statistics.fmean(shares)
+    error = compute_half_interval([*shares, mean - (1 - attainment)])
+    enough = WIDE_ERROR if is_shown else max(WIDE_ERROR, abs(mean - attainment))
+    return error <= enough or len(samples) >= most
 
 
 def compute_least(attainment: float) -> float:

@@ -14,6 +14,7 @@ fewer requests.
 import functools
 import math
 import sys
+import zlib
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -32,7 +33,7 @@ from cleave.simulator.run import (
     simulate,
 )
 from cleave.simulator.trace import Trace
-from cleave.traffic.workload import Demand
+from cleave.traffic.workload import Demand, RequestSource
 
 Fleet = SimulatedFleet | PreparedFleet
 
@@ -68,6 +69,7 @@ MAX_RATE_FACTOR = 2
 MIN_MAX_RATE = 500.0
 """... and up to this one (req/s). A tiny model would serve tens of thousands of requests a second,
 in trials of a million requests each."""
+_FINGERPRINT_REQUESTS = 64
 _MAX_DURATION_S = 600.0
 """Upper bound of the duration from MIN_TTFT_TARGETS."""
 
@@ -176,21 +178,13 @@ class Shares:
     """Most requests that ran on a prefill, a decode and a mixed instance at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class SampledService:
-    """What a fleet does with several samples of requests."""
+@dataclass(frozen=True, slots=True, eq=False)
+class ServiceSample:
+    """What a fleet does with one sample of requests."""
 
-    attainment: float
-    """Mean share of the requests that meet both targets."""
-    error: float
-    """Half of its 95 % confidence interval."""
     share: float
-    """`attainment`; less where a target of its own is met worse, see `Targets.scale_own`."""
-    ttft_share: float
-    """Share of the requests that meet the TTFT target, whatever their TPOT."""
-    tpot_share: float
+    """Of the requests that meet both targets."""
     ttft_ms: Times
-    """Of the requests of all samples."""
     tpot_ms: Times
     itl: InterTokenLatencies
 
@@ -225,10 +219,16 @@ class Trials:
     seed: int = 0
     precision: Precision = RANKING_PRECISION
     tally: SimulationTally = field(default_factory=SimulationTally)
-    services: dict[tuple[object, ...], SampledService] = field(default_factory=dict)
-    """What was found in several samples, by fleet, rate, span, targets and first seed."""
+    samples: dict[tuple[object, ...], list[ServiceSample]] = field(default_factory=dict)
+    """What `sample_service` found, by fleet, rate, span, targets and seed."""
     _unit_traces: dict[tuple[int, int], Trace] = field(default_factory=dict)
     _lengths: dict[int, LengthStatistics] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> int:
+        """Differs between workloads by the lengths of their requests, so that what flatters one is
+        not what flatters all; 32 bits, the same for every rate and SLO."""
+        return _compute_fingerprint(self.demand.source)
 
     @property
     def warmup(self) -> int:
@@ -359,6 +359,12 @@ def _find_window(trace: Trace, span: TrialSpan) -> Window:
     """The time in which the counted requests arrive, for times between tokens."""
     counted = trace.arrival_ms[span.window]
     return float(counted[0]), float(counted[-1])
+
+
+@functools.lru_cache(maxsize=16)
+def _compute_fingerprint(source: RequestSource) -> int:
+    _, prompts, outputs = source.draw(_FINGERPRINT_REQUESTS, 0)
+    return zlib.crc32(np.rint([prompts, outputs]).astype(np.int64).tobytes())
 
 
 @functools.lru_cache(maxsize=16)
