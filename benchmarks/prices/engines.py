@@ -17,7 +17,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-HOPPER = ("H100-SXM-80GB", "H200-SXM-141GB")
+H100, H200 = ("H100-SXM-80GB",), ("H200-SXM-141GB",)
+HOPPER = H100 + H200
 B200 = ("B200-SXM-180GB",)
 FUSED_BY_DEFAULT = (0, 17)
 """Version of vLLM from which it fuses all-reduces with norms (pull request 34299 of February 2026).
@@ -47,6 +48,11 @@ class Engine:
     differs: str = ""
     """Why it is another engine than the planner's; empty: it is not."""
 
+    @property
+    def has_known_kernels(self) -> bool:
+        """Whether it may differ by its scheduling alone."""
+        return self.differs in ("", NOT_ASYNCHRONOUS)
+
 
 @dataclass(frozen=True)
 class Script:
@@ -59,6 +65,9 @@ class Script:
     engine: Engine
 
 
+_NO_CONFIG = Engine(schedules_ahead=False, differs=NOT_ASYNCHRONOUS)
+"""The scripts of H100 passed their options as `--config=FILE` until 4 November 2025, and vLLM
+0.10.2 reads the file only where it is an argument of its own (`FlexibleArgumentParser`)."""
 _LLAMA_B200 = Engine(kv_bytes=1, fuses_reduces=True, graph_tokens=0)
 """`cudagraph_mode: FULL_DECODE_ONLY`."""
 _GPT_OSS_B200 = Engine(
@@ -67,14 +76,16 @@ _GPT_OSS_B200 = Engine(
 """VLLM_USE_FLASHINFER_MOE_MXFP4_MXFP8; vLLM 0.32 selects these experts with 16 bits."""
 _MINIMAX_B200 = Engine(kv_bytes=1, graph_tokens=2048, batched_prompts=2)
 SCRIPTS = (
-    Script("llama-3.1-70b-fp8", HOPPER, "2025-09", Engine(kv_bytes=1)),
+    Script("llama-3.1-70b-fp8", H200, "2025-09", Engine(kv_bytes=1)),
+    Script("llama-3.1-70b-fp8", H100, "2025-09", _NO_CONFIG),
     Script("llama-3.1-70b-fp8", B200, "2025-09", _LLAMA_B200),
     # vLLM 0.32 selects CuTe DSL's products, which the tables have.
     Script(
         *("llama-3.1-70b-fp4", B200, "2025-09"),
         replace(_LLAMA_B200, differs="CUTLASS's products of 4 bits"),
     ),
-    Script("gpt-oss-120b", HOPPER, "2025-09", Engine(graph_tokens=2048)),
+    Script("gpt-oss-120b", H200, "2025-09", Engine(graph_tokens=2048)),
+    Script("gpt-oss-120b", H100, "2025-09", _NO_CONFIG),
     # VLLM_MXFP4_USE_MARLIN; vLLM 0.32 selects Triton's experts.
     Script(
         *("gpt-oss-120b", HOPPER, "2026-01-02"),

@@ -109,8 +109,13 @@ def show_errors(
 
 def show_known_errors(errors: Sequence[serving.ServingError]) -> None:
     """What `cleave.perf.known_errors` says: by source and GPU, runs of the planner's engine that
-    nothing was fitted to."""
-    errors = [e for e in errors if not is_other(e)]
+    nothing was fitted to; of a GPU without any, those that differ by scheduling alone."""
+    own = {e.measured.gpu for e in errors if not is_other(e)}
+    errors = [
+        e
+        for e in errors
+        if not is_other(e) or (e.measured.gpu not in own and e.measured.engine.has_known_kernels)
+    ]
     table = Table(title="Trust: median (90th percentile) of runs that nothing was fitted to")
     for column in ("source", "GPU", "runs", "TPOT", "TTFT"):
         table.add_column(column)

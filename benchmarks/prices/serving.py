@@ -168,11 +168,14 @@ def is_plausible(run: Measurement) -> bool:
     is_4_bit = quantization is not None and quantization.is_4_bit_compute
     tflops = gpu.get_tflops(is_8_bit or is_4_bit) * (2 if is_4_bit else 1)
     experts = shape.experts
-    share = 1.0 if experts is None else experts.count_activated(run.batch) / experts.count
-    context = run.batch * (run.prompt_tokens + run.output_tokens / 2)
+    mean = run.prompt_tokens + run.output_tokens / 2
+    # KV may have no room for all at a time.
+    batch = min(run.batch, count_kv_tokens(run) / mean)
+    share = 1.0 if experts is None else experts.count_activated(batch) / experts.count
+    context = batch * mean
     read = (shape.weight_bytes * share + context * shape.kv_bytes_per_token) / run.tensor
     read_ms = read / (gpu.memory_gbps * 1e6)
-    flops = run.batch * run.prompt_tokens / run.output_tokens * shape.flops_per_token / run.tensor
+    flops = batch * run.prompt_tokens / run.output_tokens * shape.flops_per_token / run.tensor
     return run.tpot_ms > (read_ms + flops / (tflops * 1e9)) / RATED_SHARE
 
 
@@ -246,12 +249,12 @@ def iter_instances(
 
 
 def predict_front_ends(root: Path) -> list[tuple[Measurement, list[float]]]:
-    """InferenceX's runs of the planner's engine at low load, with the relative error of the time to
+    """InferenceX's runs with the tables' kernels at low load, and the relative error of the time to
     first token by kernel tables for every front end of 0, 1, 2, ... ms."""
     runs = [
         run
         for run in read_measurements(root)
-        if run.is_inferencex and run.batch <= LOW_LOAD and not run.engine.differs
+        if run.is_inferencex and run.batch <= LOW_LOAD and run.engine.has_known_kernels
     ]
     return [
         (

@@ -387,9 +387,9 @@ def test_times_from_kernels_have_a_front_end_and_an_asynchronous_scheduler() -> 
     problem = problem_from_cluster.build_problem(given, cluster("nodes: [{gpu: H200}]"))
     found = problem.estimator.estimate("H200-SXM-141GB", 1, 1)
     assert found is not None
-    assert found.front_end_ms == 11
+    assert found.front_end_ms == 17
     assert found.timing.schedules_ahead
-    assert "11 ms of front end per request" in found.confidence.source
+    assert "17 ms of front end per request" in found.confidence.source
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ Import = Callable[[str], ModuleType]
     [
         ("qwen3-32b", "H100-SXM-80GB", "", "0.12.0", "synchronous scheduling"),
         ("qwen3-32b", "H100-SXM-80GB", "", "0.14.0", ""),
-        ("llama-3.1-70b-fp8", "H100-SXM-80GB", "2025-10-29", "", ""),
+        ("llama-3.1-70b-fp8", "H100-SXM-80GB", "2025-10-29", "", "synchronous scheduling"),
+        ("llama-3.1-70b-fp8", "H200-SXM-141GB", "2025-10-29", "", ""),
         ("llama-3.1-70b-fp4", "B200-SXM-180GB", "2025-10-29", "", "CUTLASS's products of 4 bits"),
         ("gpt-oss-120b", "H200-SXM-141GB", "2025-11-02", "", ""),
         ("gpt-oss-120b", "H200-SXM-141GB", "2026-03-27", "0.18.0", "Marlin's experts"),

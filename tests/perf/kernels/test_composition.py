@@ -1,5 +1,8 @@
 """Models from kernels."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from cleave.perf.hardware.gpu import find_gpu
@@ -55,6 +58,18 @@ def test_more_gpus_are_faster_but_not_in_proportion(model: str, gpu: str) -> Non
         (few.predict_decode_ms(64, 64_000), many.predict_decode_ms(64, 64_000)),
     ):
         assert pair[1] < pair[0] < 2.2 * pair[1]
+
+
+def test_norms_over_all_heads_cost_an_all_reduce_where_several_gpus_share_them() -> None:
+    each = model_shape.load_shape("qwen3-32b")
+    whole = replace(each, norms_all_heads=True)
+    for tensor in (1, 4):
+        less, more = (
+            composition.predict_element_wise_ms(shape, load(), tensor, np.array([1.0, 64.0]))
+            for shape in (each, whole)
+        )
+        assert (more - less > 0.002).all() == (tensor > 1)
+        assert (more - less < 0.010).all()
 
 
 def test_windows_spare_decoding_long_contexts() -> None:

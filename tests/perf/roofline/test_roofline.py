@@ -35,6 +35,18 @@ def timing(name: str, device: gpu.Gpu = A100, tensor: int = 1) -> EngineTiming:
     return build(model_shape.load_shape(name), device, tensor).to_timing()
 
 
+def test_norms_over_all_heads_cost_an_all_reduce_in_every_layer() -> None:
+    shape = model_shape.load_shape("llama-3.1-70b")
+    whole = replace(shape, norms_all_heads=True)
+    alone, shared = (
+        build(whole, H100, tensor).predict_rows_ms(8, 8)
+        - build(shape, H100, tensor).predict_rows_ms(8, 8)
+        for tensor in (1, 4)
+    )
+    assert alone == 0
+    assert shared == pytest.approx(80 * 0.0048, rel=0.05)
+
+
 @pytest.mark.parametrize("name", [name for name in distserve.FITS if name.startswith("distserve")])
 def test_distserves_engine_is_met_within_an_eighth(name: str) -> None:
     _, shape, size = name.split("/")

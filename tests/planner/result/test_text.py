@@ -88,7 +88,7 @@ def test_trust_in_short_is_what_published_runs_showed_and_fits_a_terminal() -> N
     errors = known_errors.KERNELS["H200-SXM-141GB"]
     trust = Confidence(LatencySource.KERNELS, "source", None, errors)
     text = describe_trust(trust, is_short=True)
-    assert text == "kernels, TPOT 4 % off (P90 13 %), TTFT 7 % (P90 11 %)"
+    assert text == "kernels, TPOT 4 % off (P90 13 %), TTFT 5 % (P90 11 %)"
     assert len(f"TRUST: {text}") <= 80
     unknown = Confidence(LatencySource.KERNELS, "source", None, errors._replace(ttft=None))
     assert describe_trust(unknown).endswith("TTFT never compared; source")

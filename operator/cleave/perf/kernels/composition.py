@@ -163,12 +163,17 @@ def predict_sampler_ms(shape: ModelShape, tables: KernelTables, heads: float) ->
 def predict_element_wise_ms(
     shape: ModelShape, tables: KernelTables, tensor: int, rows: Floats
 ) -> Floats:
-    """Norms, residuals, rotation and activation of one layer, estimated from bytes."""
+    """Norms, residuals, rotation and activation of one layer, estimated from bytes, with the
+    all-reduce of norms over all heads."""
     moved = operators.compute_element_wise_bytes(shape, tensor) / shape.num_layers
     sizes = rows * operators.compute_all_reduce_bytes(shape, 1.0)
     started = ELEMENT_WISE_KERNELS - _NORMS * tables.are_fused(sizes, tensor)
     start_ms = started * tables.smallest_kernel_ms
-    return np.asarray(start_ms + rows * moved / _read_bytes_per_ms(tables))
+    ms = np.asarray(start_ms + rows * moved / _read_bytes_per_ms(tables))
+    if shape.norms_all_heads and tensor > 1:
+        sums = tables.predict_all_reduce_ms(rows * operators.NORM_BYTES, tensor)
+        return ms if sums is None else ms + sums
+    return ms
 
 
 def _list_products(

@@ -115,6 +115,8 @@ class ModelFamily:
     output_gate: bool | None = None
     """Whether attention has a gate unless `gate_field` says otherwise; None: it has none."""
     gate_field: str = "attn_output_gate"
+    norms_all_heads: bool = False
+    """Whether queries and keys are normed over all heads together."""
     learned_positions: int | None = None
     """Rows of the table of positions beyond the longest context; None: there is no such table."""
     tied: bool | None = None

@@ -165,6 +165,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
     ),
     "minimax_m2": ModelFamily(
         tied=False,
+        norms_all_heads=True,
         experts=ExpertFields(count="num_local_experts", width="intermediate_size"),
         ignored=("attn_type_list",),
         parts=_BLOCK_SPARSE,

@@ -105,6 +105,7 @@ def build_shape(name: str, config: ConfigFields, dtype: str = "auto") -> ModelSh
         layers_without_mlp=len(kinds) - alone if alone else 0,
         stored_mtp_layers=config.get_optional_number(*MTP_FIELDS, least=0) or 0,
         has_output_gate=_has_output_gate(config, family),
+        norms_all_heads=family.norms_all_heads,
         # It is a part of the file then.
         has_encoders=bool(config.path),
     )

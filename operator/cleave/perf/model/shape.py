@@ -88,6 +88,9 @@ class ModelShape:
     layers_without_mlp: int = 0
     has_output_gate: bool = False
     """Whether attention has a gate as wide as its queries (Qwen3-Next)."""
+    norms_all_heads: bool = False
+    """Whether queries and keys are normed over all heads, whose sums GPUs exchange in each layer
+    (MiniMax-M2)."""
     has_encoders: bool = False
     """Whether the checkpoint has encoders of pictures or sound beside it. Their weights are not
     counted."""

@@ -119,6 +119,10 @@ def build_attention(shape: ModelShape, tensor: int) -> AttentionCost:
     )
 
 
+NORM_BYTES = 8
+"""Of a row, in the all-reduce of norms over all heads: a sum of queries and one of keys."""
+
+
 def compute_all_reduce_bytes(shape: ModelShape, rows: float) -> float:
     """Bytes of one all-reduce: the hidden state of all rows. Each layer has two all-reduces."""
     return rows * shape.hidden_size * shape.dtype_bytes

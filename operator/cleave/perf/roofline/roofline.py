@@ -43,7 +43,7 @@ class EngineOverhead:
 CUDA_GRAPHS = EngineOverhead("kernels started by graphs", 2.0)
 """DistServe's own engine."""
 VLLM = EngineOverhead(
-    "vLLM with asynchronous scheduling", 0.3, front_end_ms=11.0, schedules_ahead=True
+    "vLLM with asynchronous scheduling", 0.3, front_end_ms=17.0, schedules_ahead=True
 )
 """The default on GPUs since 0.14, with KV connectors, too. vLLM prepares an iteration while the one
 before runs. What is left, the start of the graph and of some small kernels, is an assumption:
@@ -110,6 +110,10 @@ class Roofline:
             size_bytes, self.tensor, in_graphs=kernels.reduces_in_graphs
         )
         gpu_ms += _ALL_REDUCES_PER_LAYER * shape.num_layers * reduce_ms
+        if shape.norms_all_heads:
+            gpu_ms += shape.num_layers * self.link.compute_all_reduce_ms(
+                rows * operators.NORM_BYTES, self.tensor, in_graphs=kernels.reduces_in_graphs
+            )
         if self.group and shape.experts:
             per_token = shape.experts.per_token
             gpu_ms += shape.expert_layers * self.group.compute_exchange_ms(
