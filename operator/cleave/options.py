@@ -8,7 +8,7 @@ with the flags, and the reference is generated from the parsers.
 import argparse
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields
 from enum import Enum
 from functools import partial
@@ -59,19 +59,23 @@ def declare_each(
 
 
 def add_options(
-    parser: argparse.ArgumentParser, *kinds: type[Any], env: Mapping[str, str] = os.environ
+    parser: argparse.ArgumentParser,
+    *kinds: type[Any],
+    env: Mapping[str, str] = os.environ,
+    only: Container[str] | None = None,
 ) -> None:
-    """Add the flags that the dataclasses declare to `parser`."""
+    """Add the flags that the dataclasses declare to `parser`. `only`: fields; None: all."""
     for each in (declared for kind in kinds for declared in fields(kind)):
-        if each.metadata:
+        if each.metadata and (only is None or each.name in only):
             _add_option(parser, each, env)
 
 
 def read_options(kind: type[_Options], parsed: argparse.Namespace, **others: object) -> _Options:
-    """The dataclass with what was parsed. `others`: its fields without a flag, or in place of
-    one."""
+    """The dataclass with what was parsed; fields whose flags the parser does not have keep their
+    defaults. `others`: its fields without a flag, or in place of one."""
     declared = [each for each in fields(kind) if each.metadata]
-    values = {each.name: getattr(parsed, _get_name(each)) for each in declared}
+    names = [(each.name, _get_name(each)) for each in declared if _get_name(each) in parsed]
+    values = {field_name: getattr(parsed, name) for field_name, name in names}
     repeated = {name: tuple(each) for name, each in values.items() if isinstance(each, list)}
     return kind(**{**values, **repeated, **others})
 

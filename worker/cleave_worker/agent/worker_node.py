@@ -23,13 +23,13 @@ from tempfile import TemporaryDirectory
 import grpc
 
 from cleave import logs
-from cleave.rpc.agent_discovery import ENV as AGENTS_ENV
+from cleave.options import add_options, read_options
 from cleave.rpc.agent_discovery import DiscoveryError, find_agent
 from cleave.rpc.channel import dial
 from cleave.rpc.credentials import AgentEndpoint, find_credentials
 from cleave.rpc.v1 import agent_pb2, agent_pb2_grpc
 from cleave_worker.agent import launch, subreaper
-from cleave_worker.agent.config import CONNECTORS, TRANSFER_MODES, AgentConfig, separate_engine_args
+from cleave_worker.agent.config import AgentConfig, separate_engine_args
 from cleave_worker.agent.launch import Boot, Launch, LaunchError
 from cleave_worker.agent.peers import fetch_registration
 from cleave_worker.agent.process import EngineProcess, choose_sink
@@ -40,6 +40,14 @@ _log = logging.getLogger(__name__)
 
 _DRAIN_SLACK_S = 5.0
 """Time for the leader to respond, beyond its drain."""
+
+
+_ENGINE_FIELDS = {
+    *("peers", "host", "model", "served_model_name", "tensor_parallel_size"),
+    *("pipeline_parallel_size", "expert_parallel", "max_model_len", "connector", "transfer"),
+    "drain_timeout",
+}
+"""What a worker node has to know of its engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,15 +224,21 @@ def build_launch(
 def parse(argv: Sequence[str]) -> WorkerNodeConfig:
     """Parse the command line. Bad usage ends the process with exit code 2, as argparse does."""
     own, engine_args = separate_engine_args(argv)
-    options = _build_parser().parse_args(own)
-    # Every other option has the name of its field.
-    fields = vars(options)
-    leader = fields.pop("leader")
-    fields["served_model_name"] = options.served_model_name or options.model
-    fields |= {"deployment": "", "revision": "", "engine": "vllm"}
-    role = agent_pb2.ROLE_UNSPECIFIED
-    engine = AgentConfig(name=leader, role=role, engine_args=engine_args, **fields)
-    return WorkerNodeConfig(leader, engine)
+    parser = _build_parser()
+    options = parser.parse_args(own)
+    if not options.host:
+        parser.error("--host is required (or POD_IP)")
+    engine = read_options(
+        AgentConfig,
+        options,
+        name=options.leader,
+        deployment="",
+        role=agent_pb2.ROLE_UNSPECIFIED,
+        served_model_name=options.served_model_name or options.model,
+        log_format=options.log_format,
+        engine_args=engine_args,
+    )
+    return WorkerNodeConfig(options.leader, engine)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,19 +268,10 @@ def _build_parser() -> argparse.ArgumentParser:
         epilog="Arguments after -- go to the engine, including the rank of this node.",
         allow_abbrev=False,
     )
-    add = parser.add_argument
-    add("--leader", required=True, metavar="HOST:PORT", help="agent of the instance")
-    add("--peers", metavar="SOURCE", default=os.environ.get(AGENTS_ENV, ""))
-    add("--host", required=True, help="this pod's own address")
-    add("--model", required=True, metavar="FOLDER_OR_ID")
-    add("--served-model-name", metavar="NAME")
-    add("--tensor-parallel-size", type=int, default=1)
-    add("--pipeline-parallel-size", type=int, default=1)
-    add("--expert-parallel", action="store_true")
-    add("--max-model-len", type=int, default=0, metavar="TOKENS")
-    add("--connector", choices=CONNECTORS, default="nixl")
-    add("--transfer", choices=TRANSFER_MODES, default=TRANSFER_MODES[0])
-    add("--drain-timeout", type=float, default=600.0, metavar="SECONDS")
+    parser.add_argument(
+        "--leader", required=True, metavar="HOST:PORT", help="agent of the instance"
+    )
+    add_options(parser, AgentConfig, only=_ENGINE_FIELDS)
     logs.add_option(parser)
     return parser
 
