@@ -6,6 +6,7 @@ skipped without it (benchmarks/planner/search_properties.py counts their faults)
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
@@ -59,6 +60,9 @@ PROBLEMS = {
 }
 
 
+DRAWS = random_problems.draw_problem, random_problems.draw_problem_with_own_targets
+
+
 @cache
 def answered(name: str) -> PlanningResult:
     return plan_search.plan(PROBLEMS[name])
@@ -82,8 +86,11 @@ def test_other_requests_are_served_in_time_too(name: str) -> None:
 
 
 @pytest.mark.parametrize("number", range(max(NUM_RANDOM, 1)))
-def test_looser_problems_take_no_more_and_serve_no_less(number: int) -> None:
-    problem = random_problems.draw_problem(number)
+@pytest.mark.parametrize("draw", DRAWS)
+def test_looser_problems_take_no_more_and_serve_no_less(
+    draw: Callable[[int], Problem], number: int
+) -> None:
+    problem = draw(number)
     chosen = random_problems.choose(problem)
     faults = [
         f"{name}: {chosen.gpus} GPUs and {chosen.goodput:.2f} req/s, then {other}"

@@ -52,6 +52,14 @@ def test_the_page_says_verdict_reason_change_and_warnings(study) -> None:
     assert "disaggregate</span>" in html
 
 
+def test_a_share_of_one_latency_is_shown_where_it_has_a_target(study) -> None:
+    assert "by TPOT" not in render_page(study)
+    slo = study.report_input.slo.model_copy(update={"tpot_attainment": 0.99})
+    html = render_page(replace(study, report_input=replace(study.report_input, slo=slo)))
+    assert "by TPOT" in html
+    assert "target 99 %" in html
+
+
 def test_names_from_outside_stay_text(study) -> None:
     evil = '</script><img src=x onerror="alert(1)">'
     subject = replace(study.report_input, deployment=evil, model=evil, traffic=evil)

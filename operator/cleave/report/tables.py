@@ -70,6 +70,8 @@ def render_tiles(plan: Plan, slo: Slo) -> str:
             "per GPU", f"{format_number(plan.goodput_per_gpu)} req/s", f"{plan.gpus} GPUs"
         ),
         _render_tile("attainment", format_attainment(prediction), text, holds=attains),
+        _render_share_tile("by TTFT", prediction.ttft_attainment, slo.ttft_attainment),
+        _render_share_tile("by TPOT", prediction.tpot_attainment, slo.tpot_attainment),
         _render_latency_tile("P90 TTFT", prediction.ttft_ms.p90, slo.ttft_ms),
         _render_latency_tile("P90 TPOT", prediction.tpot_ms.p90, slo.tpot_ms),
         _render_latency_tile("P99 ITL", prediction.itl_ms.p99, slo.itl_p99_ms),
@@ -104,6 +106,14 @@ def _render_tile(name: str, value: str, detail: str, *, holds: bool | None = Non
 def _render_latency_tile(name: str, ms: float, target: float | None) -> str:
     text = "no target" if target is None else f"target {format_ms(target)}"
     return _render_tile(name, format_ms(ms), text, holds=None if target is None else ms <= target)
+
+
+def _render_share_tile(name: str, share: float, target: float | None) -> str:
+    """Empty without a target of its own."""
+    if target is None:
+        return ""
+    text = f"target {format_percent(target)}"
+    return _render_tile(name, format_percent(share), text, holds=share >= target)
 
 
 def _build_plan_row(plan: Plan, selected: Plan | None) -> tuple[str, ...]:
