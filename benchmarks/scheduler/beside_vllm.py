@@ -76,10 +76,10 @@ def _draw_texts(draw: random.Random, lengths: Iterable[int], repeats: bool) -> I
         yield text
 
 
-def draw_pair(seed: int) -> PairHistory:
+def draw_pair(seed: int, is_async: bool) -> PairHistory:
     """A history through a prefill and a decode instance whose iterations seldom end at once."""
     draw_more = random.Random(f"pair {seed}")
-    history = replace(draw(seed), is_async=False, step_ms=_draw_ms(draw_more, 0.6, 1.7))
+    history = replace(draw(seed), is_async=is_async, step_ms=_draw_ms(draw_more, 0.6, 1.7))
     least = max(-(-prompt // history.block_size) for prompt in history.prompts)
     prefill = replace(
         history,
@@ -101,7 +101,7 @@ def draw_for(side: Side, seed: int) -> History | PairHistory:
     an iteration computes when it ends: so no prompts begin alike; but their chunks may be limited.
     """
     if isinstance(side, SimulatedPair):
-        return draw_pair(seed)
+        return draw_pair(seed, side.is_async)
     history = draw(seed)
     if isinstance(side, SimulatedSteps):
         return history
@@ -155,7 +155,8 @@ def main() -> int:
     sides: tuple[tuple[str, Side, Any], ...] = (
         ("simulator", SimulatedSteps(), one),
         ("emulator", EmulatedSteps(), one),
-        ("simulator, prefill and decode", SimulatedPair(), VllmPair()),
+        ("simulator, prefill and decode", SimulatedPair(), pair := VllmPair()),
+        ("simulator, prefill and decode that schedule ahead", SimulatedPair(is_async=True), pair),
     )
     for name, steps, vllm in sides:
         if arguments.show:

@@ -45,7 +45,9 @@ class PairHistory(NamedTuple):
 class SimulatedPair:
     """The simulator, one event after another."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_async: bool = False) -> None:
+        self.is_async = is_async
+        """Whether both instances schedule ahead."""
         self._loops = {
             False: compile_loop(run_events),
             True: compile_loop(run_events_with_caches, has_blocks=True),
@@ -138,7 +140,7 @@ class _Engine:
                 self.steps.append(step)
             else:
                 self._ahead = step
-        return tokens > 0
+        return tokens > 0 or bool(output.preempted_req_ids)
 
     def _complete(self) -> bool:
         """End the oldest batch; whether it changed nothing."""

@@ -20,7 +20,7 @@ from cleave.perf.timing import EngineTiming
 from cleave.simulator.events import run_events, run_events_with_caches
 from cleave.simulator.fleet import SimulatedEngine, SimulatedFleet, SimulatedPool
 from cleave.simulator.outcome import RequestOutcome
-from cleave.simulator.records import NONE
+from cleave.simulator.records import LEFT_OUT, NONE
 from cleave.simulator.run import compile_loop, lay_out, prepare_fleet
 from cleave.simulator.trace import PromptBlocks, Trace
 from cleave_worker.emulator.blocks import BlockPool
@@ -115,6 +115,8 @@ class Formed(NamedTuple):
 
     first: Step
     history: History
+    ahead: int
+    """Blocks that the second iteration had taken when the first one began."""
 
     @classmethod
     def read(
@@ -127,16 +129,19 @@ class Formed(NamedTuple):
     ) -> "Formed":
         """The batch in flight on instance `i`; `before`: when the last one was. `is_here`: whether
         a request that computes its prompt does so there."""
-        requests, slot = arrays["requests"], arrays["slots"][i]
+        requests, slot, inst = arrays["requests"], arrays["slots"][i], arrays["instances"][i]
         computed = {}
         r = int(slot["oldest"]) if slot["decodes"] else NONE
         while r != NONE:
             one = requests[r]
-            steps = int(one["end_step"] - slot["steps"])
-            computed[r] = int(one["prompt"] + one["output"]) - steps
+            if one["end_step"] < LEFT_OUT:
+                steps = int(one["end_step"] - slot["steps"])
+                computed[r] = int(one["prompt"] + one["output"]) - steps
             r = int(one["younger"])
         changed = requests["computed"] != before.computed
         changed |= requests["preemptions"] > before.preemptions
+        # What the next iteration computes has its blocks already.
+        changed &= requests["is_whole"] == 0
         changed &= (requests["computed"] > 0) & np.isnan(requests["end"]) & is_here
         computed |= {int(r): int(requests["computed"][r]) for r in np.flatnonzero(changed)}
         preempted = np.repeat(
@@ -146,10 +151,10 @@ class Formed(NamedTuple):
             float(slot["begin"]),
             int(slot["tokens"] + slot["rows"]),
             computed,
-            int(arrays["instances"][i]["free"]),
+            int(inst["free"] + inst["ahead"]),
             tuple(preempted.tolist()),
         )
-        return cls(step, history)
+        return cls(step, history, int(inst["ahead"]))
 
     def expand(self, iterations: int) -> Iterator[Step]:
         """Its steps: each member has one token more than in the one before."""
@@ -164,7 +169,7 @@ class Formed(NamedTuple):
                     step.begin + self.history.step_ms,
                     step.num_tokens,
                     computed,
-                    step.free - grown,
+                    step.free - grown - (self.ahead if at == 1 else 0),
                     (),
                 )
             yield step

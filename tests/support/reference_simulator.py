@@ -14,12 +14,13 @@ from cleave.policy.dispatch import TIE_WEIGHT, compute_headroom
 from cleave.simulator.fleet import Admission, Batching, DispatchPolicy, SimulatedFleet
 from cleave.simulator.trace import Trace
 
+from tests.support.reference_blocks import Blocks
 from tests.support.reference_simulator_state import Instance, Manager, Request, Slot, find_peak
 
 FLIP_CHECK, ARRIVE, DELIVER, HANDOFF, PULLED, ITERATION = range(6)
 
 
-class Reference:
+class Reference(Blocks):
     def __init__(self, fleet: SimulatedFleet, trace: Trace) -> None:
         self.fleet = fleet
         outputs, predicted = trace.output_tokens, trace.predicted_tokens
@@ -224,14 +225,21 @@ class Reference:
         request.remote = False
         source = request.prefill
         if source:
-            source.release(request, request.held_by_source, request.prompt)
-            source.area += source.kv * (self.now - source.kv_at)
-            source.kv_at = self.now
-            source.kv -= request.prompt
+            source.sent.append(request)
+            if not source.schedules_ahead or not source.flight:
+                self.release_sent(source)
             self.alert(source)
         request.queued = self.now
         request.decode.loaded.append(request)
         request.decode.loaded.sort(key=lambda each: each.pull_number)
+
+    def release_sent(self, source: Instance) -> None:
+        for request in source.sent:
+            source.release(request, request.held_by_source, request.prompt)
+            source.area += source.kv * (self.now - source.kv_at)
+            source.kv_at = self.now
+            source.kv -= request.prompt
+        source.sent = []
 
     # --- iterations ---
 
@@ -274,9 +282,10 @@ class Reference:
         central = self.prompts or self.handoffs
         return bool(i.waiting or i.loaded or i.partial or central)
 
-    def head(self, i: Instance) -> tuple[deque[Request], Request] | None:
+    def head(self, i: Instance, is_sorted: bool = True) -> tuple[deque[Request], Request] | None:
         if i.waiting:
-            i.sort_waiting(self.now)
+            if is_sorted:
+                i.sort_waiting(self.now)
             return i.waiting, i.waiting[0]
         if i.role != "prefill" and self.handoffs and i.fits(self.handoffs[0]):
             return self.handoffs, self.handoffs[0]
@@ -314,6 +323,8 @@ class Reference:
         contexts = [r.todo for r in slot.decoding] + self.singles
         if not contexts and not self.chunks:
             return False
+        if self.defers_free(i):
+            self.admit_ahead(i, slot)
         self.start(i, slot, contexts)
         return True
 
@@ -352,46 +363,21 @@ class Reference:
     def tokens(self, slot: Slot) -> int:
         return sum(c.end - c.start for c in self.chunks) + len(self.singles) + len(slot.decoding)
 
-    def grow(self, i: Instance, slot: Slot) -> bool:
-        has_enough = True
-        for request in slot.unended:
-            if request not in slot.members:
-                continue
-            missing = i.count(request.todo) - request.blocks
-            while missing > i.free and request in slot.members:
-                has_enough = False
-                self.preempt(i, i.partial or slot.members[-1], slot)
-            if request in slot.members:
-                i.take(request, request.todo, self.now)
-                slot.decoding.append(request)
-        return has_enough
-
     def gather_chunks(self, i: Instance, slot: Slot) -> None:
         engine = i.engine
-        has_enough = self.grow(i, slot)
-        if i.partial and self.tokens(slot) < engine.max_num_batched_tokens:
-            request = i.partial
-            budget = engine.max_num_batched_tokens - self.tokens(slot)
-            count = min(request.todo - request.computed, budget)
-            if i.count(request.computed + count) - request.blocks > i.free:
-                self.preempt(i, request, slot)
-                has_enough = False
-            else:
-                i.partial = None
-                self.compute(i, slot, request, count)
-        if not has_enough:
-            if self.tokens(slot):
+        while True:
+            is_again = i.scheduled >= self.now
+            has_enough = self.grow(i, slot)
+            has_enough = self.continue_prompt(i, slot) and has_enough
+            if has_enough or (is_again and not self.tokens(slot)):
+                while (
+                    self.tokens(slot) < engine.max_num_batched_tokens
+                    and i.running < engine.max_num_seqs
+                    and self.admit_next(i, slot)
+                ):
+                    pass
+            if is_again or self.tokens(slot):
                 return
-            self.schedule_now(i)
-        while self.tokens(slot) < engine.max_num_batched_tokens:
-            if i.running < engine.max_num_seqs and self.admit_next(i, slot):
-                continue
-            if self.tokens(slot) or not i.schedules_ahead or i.scheduled == self.now:
-                break
-            self.schedule_now(i)
-
-    def schedule_now(self, i: Instance) -> None:
-        if i.schedules_ahead:
             i.scheduled = self.now
             self.release_ended(i)
 
@@ -403,12 +389,15 @@ class Reference:
         if not found:
             return False
         queue, request = found
+        if request.remote and i.scheduled < self.now:
+            return False
         if not request.remote and request.queued > i.scheduled:
             return False
         budget = i.engine.max_num_batched_tokens - self.tokens(slot)
         cached = i.size * len(i.find_cached(request))
         count = request.todo if request.remote else min(request.todo, cached + budget)
-        if not self.has_room(i, slot, request, request.todo):
+        reserved = self.count_reserved(i) if request.remote else 0
+        if not self.has_room(i, slot, request, request.todo, reserved):
             return False
         self.pop(i, queue)
         if request.remote:
@@ -457,9 +446,11 @@ class Reference:
                 i.running += 1
                 self.compute(i, slot, request, request.todo - cached)
 
-    def has_room(self, i: Instance, slot: Slot, request: Request, tokens: int) -> bool:
+    def has_room(
+        self, i: Instance, slot: Slot, request: Request, tokens: int, reserved: int = 0
+    ) -> bool:
         shared = sum(block.owners > 0 for block in i.find_cached(request))
-        if i.count(tokens) - shared > i.free:
+        if i.count(tokens) + reserved - shared > i.free:
             return False
         if request.prefill is i:
             return True
@@ -480,16 +471,20 @@ class Reference:
     def join(self, i: Instance, slot: Slot) -> None:
         request = next(each for each in i.loaded if each.queued <= i.scheduled)
         i.loaded.remove(request)
-        i.cache_prompt(request, request.prompt)
         i.pulling -= 1
         i.running += 1
+        if request.is_whole:
+            left = i.engine.max_num_batched_tokens - self.tokens(slot)
+            self.compute(i, slot, request, min(request.todo - request.computed, left))
+            return
+        i.cache_prompt(request, request.prompt)
         request.member_number = next(self.numbers)
         slot.members.append(request)
         slot.decoding.append(request)
 
     def compute(self, i: Instance, slot: Slot, request: Request, count: int) -> None:
         request.joined = request.todo
-        if request.computed == 0:
+        if request.computed == 0 and not request.is_whole:
             request.computed = i.take_cached(request, self.now)
             if request.preemptions == 0:
                 request.cached = request.computed
@@ -506,28 +501,11 @@ class Reference:
         i.prompt_tokens += count
         request.computed = end
         if end == request.todo:
+            request.is_whole = False
             request.member_number = next(self.numbers)
             slot.prompts.append(request)
         else:
             i.partial = request
-
-    def preempt(self, i: Instance, request: Request, slot: Slot) -> None:
-        i.preemptions += 1
-        request.preemptions += 1
-        if request in i.ended:
-            i.ended.remove(request)
-            self.release(i, request, True)
-            return
-        if request is i.partial:
-            i.partial = None
-        else:
-            slot.members.remove(request)
-            assert request not in slot.decoding
-        i.drop(request, self.now, True)
-        request.computed = 0
-        i.running -= 1
-        i.waiting.appendleft(request)
-        i.sorted += 1
 
     def complete(self, i: Instance, slot: Slot) -> None:
         slot.in_flight = False
@@ -558,6 +536,7 @@ class Reference:
             self.release(i, request)
         i.running -= i.handed_over
         i.ended, i.handed_over = [], 0
+        self.release_sent(i)
 
     def release(self, i: Instance, request: Request, is_preempted: bool = False) -> None:
         for slot in i.slots:

@@ -38,6 +38,10 @@ class Request:
     decode: "Instance | None" = None
     preemptions: int = 0
     refused: bool = False
+    left_out: bool = False
+    """Of the latest iteration, for want of blocks or tokens."""
+    is_whole: bool = False
+    """Its instance has allocated blocks for all of the prompt that it computes."""
     hashes: list[int] = field(default_factory=list)
     held: list[Block] = field(default_factory=list)
     held_by_source: list[Block] = field(default_factory=list)
@@ -90,8 +94,8 @@ class Slot:
 
     @property
     def unended(self) -> list[Request]:
-        """Members but for those that have ended and still hold blocks."""
-        return [each for each in self.members if math.isnan(each.end)]
+        """Members but for those that are left out, or have ended and still hold blocks."""
+        return [each for each in self.members if math.isnan(each.end) and not each.left_out]
 
 
 class Instance:
@@ -112,6 +116,8 @@ class Instance:
         self.partial: Request | None = None
         self.running = self.handed_over = 0
         self.ended: list[Request] = []
+        self.sent: list[Request] = []
+        """Requests whose KV was pulled, which still hold blocks here."""
         timing = engine.timing
         self.schedules_ahead = (
             timing.schedules_ahead and timing.stages == 1 and engine.batching is Batching.VLLM
@@ -261,9 +267,9 @@ class Instance:
         request.kv = tokens
         self.peak = max(self.peak, self.kv)
 
-    def drop(self, request: Request, now: float, is_preempted: bool = False) -> None:
+    def drop(self, request: Request, now: float, is_ahead: bool = False) -> None:
         # The latest token is not known yet.
-        is_ahead = is_preempted and self.schedules_ahead and request.kv > request.joined
+        is_ahead = is_ahead and self.schedules_ahead and request.kv > request.joined
         self.release(request, request.held, request.kv - is_ahead)
         request.held = []
         request.blocks = 0

@@ -5,35 +5,28 @@ schedule the same requests as the emulated engine's scheduler, in this order and
 budget:
 1. members, of which the youngest are preempted when blocks run out; 2. the partly computed prompt;
 3. requests whose KV has arrived; 4. waiting requests in order.
-And reservations follow predicted output lengths, of which a wrong one must not make a request wait
-for more room than the instance has; so predictions are capped at its capacity.
+And an engine that schedules ahead with a KV connector frees no blocks that an iteration in flight
+writes to (vLLM's `defer_block_free`): it preempts nobody whose iteration runs. Instead the next
+iteration leaves members out, who may then be preempted.
 """
 
 import math
 
-from cleave.policy.admission import (
-    Admission,
-    allows_prompt,
-    compute_slack_ms,
-    find_peak,
-    limit_decode_ms,
-    may_join,
-)
-from cleave.policy.output_length import estimate_remaining
+from cleave.policy.admission import Admission
 from cleave.policy.prompt_batching import compute_chunk_size, may_join_prompts
 from cleave.policy.prompt_order import PrefillOrder
 from cleave.simulator.completion import interrupt_leap, preempt_ended, release_ended
 from cleave.simulator.fleet import Batching
 from cleave.simulator.host_memory import find_loadable
-from cleave.simulator.iterations import predict_decode_ms, start_iterations
+from cleave.simulator.iterations import start_iterations
 from cleave.simulator.kv_blocks import change_usage, count_blocks, count_growth
 from cleave.simulator.prefix_caches import (
+    count_chunk_blocks,
     evict_all,
     find_cached_prefix,
     has_caches,
     preempt_blocks,
     store_prompt,
-    take_cached_prefix,
 )
 from cleave.simulator.prefix_pulls import find_fetchable, start_fetch, start_load
 from cleave.simulator.queues import (
@@ -45,29 +38,31 @@ from cleave.simulator.queues import (
     has_waiting_requests,
     is_unsorted,
     link_as_youngest,
-    pop,
     pop_loaded,
-    predict_prompt_ms,
+    pop_waiting,
     push_front,
     remove_key,
     remove_member,
 )
 from cleave.simulator.record_access import (
-    get_heap_key,
     get_instance,
     get_prompt,
     get_queue,
     get_request,
-    get_scratch,
     get_slot,
     get_stage,
 )
-from cleave.simulator.records import HANDOFFS, NONE, PREFILL, PROMPTS, Record, State
-from cleave.simulator.transfers import start_pull
+from cleave.simulator.records import LEFT_OUT, NONE, Record, State
+from cleave.simulator.transfers import (
+    admit_next_pulls,
+    admit_pull,
+    admit_whole,
+    count_reserved,
+    has_room,
+    take_cached,
+)
 
 _UNLIMITED = 1 << 60
-_ROW = 0xFFFFFFFF
-"""Mask of the request in a key of a heap."""
 
 
 def form_batch(state: State, i: int, s: int, now: float) -> bool:
@@ -92,9 +87,12 @@ def form_batch(state: State, i: int, s: int, now: float) -> bool:
         has_enough = False
     if slot.rows + slot.tokens == 0:
         return False
+    if inst.defers_free:
+        inst.ahead = admit_next_pulls(state, i, s, now)
     if inst.stages > 1:
         interrupt_leap(state, i, now, True)
     is_alone = slot.first_prompt == NONE and inst.partial == NONE and has_enough
+    is_alone = is_alone and slot.left_out == 0
     start_iterations(state, i, s, begin, is_alone and not _may_admit_later(state, i))
     return True
 
@@ -102,41 +100,47 @@ def form_batch(state: State, i: int, s: int, now: float) -> bool:
 def _batch_chunks(state: State, i: int, s: int, now: float, begin: float) -> bool:
     """One iteration of vLLM v1; False when a request was preempted."""
     inst, slot = get_instance(state, i), get_slot(state, s)
+    has_enough = True
+    while True:
+        is_again = inst.scheduled >= now
+        may_admit = _add_running(state, i, s, now, begin)
+        has_enough = has_enough and may_admit
+        if may_admit or (is_again and slot.rows + slot.tokens == 0):
+            while (
+                slot.tokens + slot.rows < inst.max_tokens
+                and inst.running < inst.max_seqs
+                and (_join_loaded(state, i, s, now, begin) or _admit_chunk(state, i, s, now, begin))
+            ):
+                pass
+        if is_again or slot.rows + slot.tokens > 0:
+            return has_enough
+        # Nothing could be scheduled ahead: schedule with what the last iteration frees.
+        inst.scheduled = now
+        release_ended(state, i, s, now)
+
+
+def _add_running(state: State, i: int, s: int, now: float, begin: float) -> bool:
+    """Add to the iteration what is running; False when a request was preempted."""
+    inst, slot = get_instance(state, i), get_slot(state, s)
     has_enough = _allocate_growth(state, i, s, now)
-    limit = inst.max_tokens
-    if inst.partial != NONE and slot.rows < limit:
-        r = inst.partial
-        request = get_request(state, r)
-        count = compute_chunk_size(request.to_compute - request.computed, limit - slot.rows)
-        if _count_chunk_blocks(state, inst, r, count) > inst.free:
-            _preempt_partial(state, i, now)
-            has_enough = False
-        else:
-            inst.partial = NONE
-            _add_chunk(state, i, s, r, count, now, begin)
-    if not has_enough:
-        if slot.rows + slot.tokens > 0:
-            return False
-        _schedule_now(state, i, s, now)
-    while slot.tokens + slot.rows < limit:
-        if inst.running < inst.max_seqs and (
-            _join_loaded(state, i, s, now, begin) or _admit_chunk(state, i, s, now, begin)
-        ):
-            continue
-        if slot.tokens + slot.rows > 0 or not _schedule_now(state, i, s, now):
-            break
+    if inst.partial == NONE:
+        return has_enough
+    r = inst.partial
+    request = get_request(state, r)
+    left = inst.max_tokens - slot.rows
+    if left == 0:
+        request.end_step = LEFT_OUT
+        return has_enough
+    count = compute_chunk_size(request.to_compute - request.computed, left)
+    if slot.left_out == 0 and count_chunk_blocks(state, inst, r, count) <= inst.free:
+        inst.partial = NONE
+        _add_chunk(state, i, s, r, count, now, begin)
+    elif _may_preempt(inst, request, now):
+        _preempt_partial(state, i, now)
+        has_enough = False
+    else:
+        request.end_step = LEFT_OUT
     return has_enough
-
-
-def _schedule_now(state: State, i: int, s: int, now: float) -> bool:
-    """Nothing could be scheduled ahead: schedule with what the last iteration frees; False: that is
-    done already."""
-    inst = get_instance(state, i)
-    if inst.scheduled >= now:
-        return False
-    inst.scheduled = now
-    release_ended(state, i, s, now)
-    return True
 
 
 def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -149,32 +153,34 @@ def _admit_chunk(state: State, i: int, s: int, now: float, begin: float) -> bool
     r = get_queue(state, queue).head
     request = get_request(state, r)
     if request.is_pulled:
-        return _admit_pull(state, i, s, queue, now)
+        # It was admitted when the iteration was scheduled, if it was to be.
+        reserved = count_reserved(state, i)
+        return inst.scheduled >= now and admit_pull(state, i, s, queue, reserved, now)
     if request.queued > inst.scheduled:
         return False
     cached = find_cached_prefix(state, i, r)
     if has_caches() and get_prompt(state, r).source != NONE:
         fetched = find_fetchable(state, r, cached)
         if fetched:
-            if _admit_whole(state, i, s, queue, fetched, now):
+            if admit_whole(state, i, s, queue, fetched, now):
                 start_fetch(state, s, i, r, fetched, now)
                 return True
             return False
         cached = find_cached_prefix(state, i, r)
     loaded = find_loadable(state, i, r, cached) if has_caches() and inst.host_blocks > 0 else 0
     if loaded:
-        if _admit_whole(state, i, s, queue, loaded, now):
+        if admit_whole(state, i, s, queue, loaded, now):
             start_load(state, i, r, loaded, now)
             return True
         return False
     # Although it takes blocks only for what it computes (vLLM's scheduler_reserve_full_isl).
-    if not _has_room(state, i, s, r, request.to_compute):
+    if not has_room(state, i, s, r, request.to_compute):
         return False
     left = request.to_compute - cached
     count = compute_chunk_size(left, inst.max_tokens - slot.tokens - slot.rows)
-    _pop_waiting(state, i, queue)
+    pop_waiting(state, i, queue)
     _count_running(state, i)
-    _take_cached(state, i, r, cached, now)
+    take_cached(state, i, r, cached, now)
     _add_chunk(state, i, s, r, count, now, begin)
     return True
 
@@ -218,89 +224,19 @@ def _admit_prompts(state: State, i: int, s: int, now: float, begin: float) -> No
         r = get_queue(state, queue).head
         request = get_request(state, r)
         if request.is_pulled:
-            if not _admit_pull(state, i, s, queue, now):
+            if not admit_pull(state, i, s, queue, 0, now):
                 break
             continue
         cached = find_cached_prefix(state, i, r)
         count = request.to_compute - cached
         if not may_join_prompts(slot.tokens, count, limit):
             break
-        if not _has_room(state, i, s, r, request.to_compute):
+        if not has_room(state, i, s, r, request.to_compute):
             break
-        _pop_waiting(state, i, queue)
+        pop_waiting(state, i, queue)
         _count_running(state, i)
-        _take_cached(state, i, r, cached, now)
+        take_cached(state, i, r, cached, now)
         _add_chunk(state, i, s, r, count, now, begin)
-
-
-def _admit_pull(state: State, i: int, s: int, queue: int, now: float) -> bool:
-    """Reserve blocks for the request at the head of a queue and pull its KV; False: no room."""
-    r = get_queue(state, queue).head
-    inst, request = get_instance(state, i), get_request(state, r)
-    cached = find_cached_prefix(state, i, r) if has_caches() else 0
-    tokens = request.prompt + request.generated
-    if not _has_room(state, i, s, r, tokens):
-        return False
-    _pop_waiting(state, i, queue)
-    if cached:
-        take_cached_prefix(state, i, r, now)
-        get_prompt(state, r).pull_hit = cached
-    blocks = count_blocks(inst, tokens) - cached // inst.block
-    change_usage(inst, now, blocks, tokens - 1 - cached)
-    _count_pull(state, inst, request)
-    start_pull(state, s, r, cached, now)
-    return True
-
-
-def _count_pull(state: State, inst: Record, request: Record) -> None:
-    inst.pulling += 1
-    state.pull_order += 1
-    request.pull_order = state.pull_order
-
-
-def _admit_whole(state: State, i: int, s: int, queue: int, tokens: int, now: float) -> bool:
-    """Reserve blocks for all of the prompt at the head of a queue, of which `tokens` will arrive
-    after those that are cached here; False: no room. It is computed before those that wait."""
-    r = get_queue(state, queue).head
-    inst, request = get_instance(state, i), get_request(state, r)
-    # Searched again, because the search on the source was the latest.
-    cached = find_cached_prefix(state, i, r)
-    if not _has_room(state, i, s, r, request.to_compute):
-        return False
-    _pop_waiting(state, i, queue)
-    _take_cached(state, i, r, cached, now)
-    blocks = count_blocks(inst, request.to_compute) - cached // inst.block
-    change_usage(inst, now, blocks, tokens)
-    _count_pull(state, inst, request)
-    get_prompt(state, r).is_whole = 1
-    return True
-
-
-def _take_cached(state: State, i: int, r: int, cached: int, now: float) -> None:
-    """Start the computation of a prompt after its `cached` tokens, which the request then holds."""
-    request = get_request(state, r)
-    take_cached_prefix(state, i, r, now)
-    request.computed = cached
-    if has_caches() and request.preemptions == 0:
-        get_prompt(state, r).hit = cached
-
-
-def _pop_waiting(state: State, i: int, queue: int) -> None:
-    """Remove the first request of a queue; from a central queue it is assigned to instance `i`."""
-    request = get_request(state, pop(state, queue))
-    if queue < 2 * state.num_instances:
-        return
-    if get_instance(state, i).role == PREFILL:
-        request.prefill = i
-    else:
-        request.decode = i
-    # Another instance may have room for the new head of the queue.
-    handoffs = 2 * state.num_instances + 1
-    if get_queue(state, queue).size > 0:
-        state.offered |= HANDOFFS if queue == handoffs else PROMPTS
-    elif get_queue(state, handoffs + 1).size > 0:
-        # Mixed instances take prompts once no handoffs wait.
-        state.offered |= PROMPTS
 
 
 def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool:
@@ -313,7 +249,7 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     inst.pulling -= 1
     request = get_request(state, r)
     _count_running(state, i)
-    if has_caches() and request.computed < request.to_compute and _computes(state, i, r):
+    if request.is_whole:
         left = inst.max_tokens - slot.tokens - slot.rows
         count = compute_chunk_size(request.to_compute - request.computed, left)
         _add_chunk(state, i, s, r, count, now, begin)
@@ -329,19 +265,13 @@ def _join_loaded(state: State, i: int, s: int, now: float, begin: float) -> bool
     return True
 
 
-def _computes(state: State, i: int, r: int) -> bool:
-    """Whether instance `i`, where KV of request `r` arrived, computes the rest of its prompt."""
-    first = get_request(state, r).prefill
-    computes: bool = first == i or (first == NONE and get_prompt(state, r).is_whole == 1)
-    return computes
-
-
 def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, begin: float) -> None:
     """Add the next `count` tokens of a prompt, or of a preempted request, to the iteration."""
     inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    change_usage(inst, now, _count_chunk_blocks(state, inst, r, count), count)
+    change_usage(inst, now, count_chunk_blocks(state, inst, r, count), count)
     if math.isnan(request.prefill_start):
         request.prefill_start = begin
+    request.end_step = 0
     start = request.computed
     end = start + count
     if count == 1 and inst.batching == Batching.VLLM:
@@ -356,10 +286,11 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
     if has_caches():
         store_prompt(state, i, r, end)
     if end == request.to_compute:
+        request.is_whole = 0
         if request.prefill != i:
             # It is older than what joins later in the iteration, and decodes only after it.
             link_as_youngest(state, s, r)
-            request.end_step = _UNLIMITED
+            request.end_step = LEFT_OUT + 1
         request.next = NONE
         if slot.first_prompt == NONE:
             slot.first_prompt = r
@@ -370,14 +301,10 @@ def _add_chunk(state: State, i: int, s: int, r: int, count: int, now: float, beg
         inst.partial = r
 
 
-def _count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
-    """Additional blocks for the next `count` tokens of a prompt."""
-    request = get_request(state, r)
-    if has_caches() and get_prompt(state, r).is_whole:
-        return 0
-    if request.computed == 0:
-        return count_blocks(inst, count)
-    return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
+def _may_preempt(inst: Record, request: Record, now: float) -> bool:
+    """Whether the engine may free blocks of a request: with a KV connector not while an iteration
+    runs that writes to them (vLLM's `defer_block_free`)."""
+    return not inst.defers_free or inst.scheduled >= now or request.end_step == LEFT_OUT
 
 
 def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
@@ -385,6 +312,8 @@ def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
     inst, slot = get_instance(state, i), get_slot(state, s)
     has_enough = True
     need = count_growth(state, inst, s, slot.steps, slot.steps + 1)
+    if inst.defers_free and (need > inst.free or slot.left_out > 0):
+        return _allocate_in_order(state, i, s, now)
     while need > inst.free:
         has_enough = False
         evict_all(state, i)
@@ -406,18 +335,89 @@ def _allocate_growth(state: State, i: int, s: int, now: float) -> bool:
     return has_enough
 
 
-def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
-    """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
+def _allocate_in_order(state: State, i: int, s: int, now: float) -> bool:
+    """The same if nobody may be preempted whose iteration runs: the iteration leaves out the first
+    member without a block and all that joined after it. Those that the last one left out may be
+    preempted."""
+    inst, slot = get_instance(state, i), get_slot(state, s)
+    has_enough = True
+    r = slot.oldest
+    while r != NONE:
+        request = get_request(state, r)
+        if not math.isnan(request.end):
+            r = request.younger
+            continue
+        need = int(_needs_block(state, i, s, r))
+        while need > inst.free:
+            evict_all(state, i)
+            last = inst.partial if inst.partial != NONE else slot.youngest
+            if not _may_preempt(inst, get_request(state, last), now):
+                break
+            has_enough = False
+            if last == inst.partial:
+                _preempt_partial(state, i, now)
+                continue
+            _preempt(state, i, s, last, now)
+            if last == r:
+                r = NONE
+                break
+        if r == NONE or need > inst.free:
+            break
+        inst.free -= need
+        if request.end_step == LEFT_OUT:
+            slot.left_out -= 1
+            add_member(state, i, s, r)
+        r = request.younger
+    _drop_rest(state, i, s, r)
+    slot.decodes = int(slot.batch > 0)
+    slot.rows = slot.batch
+    slot.contexts = slot.context
+    return has_enough
+
+
+def _needs_block(state: State, i: int, s: int, r: int) -> bool:
+    """Whether a member, left out or not, needs another block for its next token."""
+    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
+    if request.end_step == LEFT_OUT:
+        return int(request.prompt + request.generated - 1) % inst.block == 0
+    return slot.steps % inst.block == find_phase(state, i, r)
+
+
+def _drop_rest(state: State, i: int, s: int, first: int) -> None:
+    """Leave out of the iteration what joined with member `first` or later."""
+    slot = get_slot(state, s)
+    r = slot.youngest if first != NONE else NONE
+    while r != NONE:
+        request = get_request(state, r)
+        if math.isnan(request.end) and request.end_step != LEFT_OUT:
+            _drop_member(state, i, s, r)
+            request.end_step = LEFT_OUT
+            slot.left_out += 1
+        r = request.older if r != first else NONE
+
+
+def _drop_member(state: State, i: int, s: int, r: int) -> int:
+    """Count a member no longer, which may join again; return its KV tokens."""
     slot, request = get_slot(state, s), get_request(state, r)
+    if request.end_step == LEFT_OUT:
+        slot.left_out -= 1
+        tokens: int = request.prompt + request.generated - 1
+        return tokens
     remove_key(state, s, slot.batch, request.end_step << 32 | r)
     if slot.fresh == r:
         slot.fresh = request.next
     else:
         request.last_token = slot.decoded
     tokens = remove_member(state, i, s, r)
+    request.generated = request.output - (request.end_step - slot.steps)
+    return tokens
+
+
+def _preempt(state: State, i: int, s: int, r: int, now: float) -> None:
+    """Preempt a member: free its KV and put it at the head of the queue, to be recomputed."""
+    tokens = _drop_member(state, i, s, r)
     drop_member_link(state, s, r)
     preempt_blocks(state, i, r, tokens, now)
-    request.generated = request.output - (request.end_step - slot.steps)
     _requeue(state, i, r)
 
 
@@ -427,7 +427,7 @@ def _preempt_partial(state: State, i: int, now: float) -> None:
     r = inst.partial
     computed = get_request(state, r).computed
     preempt_blocks(state, i, r, computed, now)
-    if has_caches() and get_prompt(state, r).is_whole:
+    if get_request(state, r).is_whole:
         prompt_blocks = count_blocks(inst, get_request(state, r).to_compute)
         change_usage(inst, now, count_blocks(inst, computed) - prompt_blocks, 0)
     inst.partial = NONE
@@ -439,119 +439,10 @@ def _requeue(state: State, i: int, r: int) -> None:
     request.to_compute = request.prompt + request.generated
     request.computed = 0
     request.preemptions += 1
-    if has_caches():
-        get_prompt(state, r).is_whole = 0
+    request.is_whole = 0
     inst.preemptions += 1
     inst.running -= 1
     push_front(state, i, r)
-
-
-def _has_room(state: State, i: int, s: int, r: int, tokens: int) -> bool:
-    """Whether blocks are free for `tokens` of a waiting request, and admission accepts it."""
-    inst, slot, request = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    need = count_blocks(inst, tokens)
-    if has_caches():
-        need -= get_prompt(state, r).shared
-    if need > inst.free:
-        return False
-    if request.prefill == i:
-        return True
-    used = request.prompt + request.generated
-    remaining = request.output - request.generated
-    if inst.batching == Batching.LIGHTLLM:
-        return _compute_future_peak(state, s, used, remaining) <= inst.blocks * inst.block
-    if inst.admission == Admission.GREEDY:
-        return True
-    if inst.admission == Admission.WITHIN_TPOT:
-        if inst.running + inst.pulling == 0 or request.preemptions > 0:
-            return True
-        return _keeps_tpot(state, i, s, r)
-    free = inst.free * inst.block
-    remaining = _predict_remaining(inst, r, state, request.generated)
-    shortest = remaining
-    if inst.admission == Admission.RESERVE_DYNAMIC and slot.batch:
-        shortest = _find_shortest_remaining(state, inst, s)
-    # The last token's KV is never written.
-    return may_join(inst.admission, free, used, remaining - 1, slot.batch, shortest)
-
-
-def _keeps_tpot(state: State, i: int, s: int, r: int) -> bool:
-    """Whether the members of slot `s` meet their TPOT target if a request joins them."""
-    inst, slot, new = get_instance(state, i), get_slot(state, s), get_request(state, r)
-    # All blocks in use, as engines count.
-    contexts = (inst.blocks - inst.free) * inst.block + new.prompt + new.generated
-    decode_ms = predict_decode_ms(state, inst, slot.batch + 1, contexts)
-    # The first one that waits is late only if all are.
-    is_late = 0 < inst.late == get_queue(state, i).size
-    alone_ms = predict_decode_ms(state, inst, 1, new.prompt + new.generated)
-    if decode_ms > limit_decode_ms(alone_ms, inst.tpot_ms, is_late):
-        return False
-    prompt_ms = predict_prompt_ms(state, i, r)
-    if prompt_ms == 0.0:
-        return True
-    prompt_ms += decode_ms
-    limit_ms = limit_decode_ms(alone_ms, inst.tpot_ms, False)
-    for index in range(slot.batch):
-        member_row = get_heap_key(state, s * state.heap_size + index).value & _ROW
-        member = get_request(state, member_row)
-        generated = member.output - (member.end_step - slot.steps)
-        # 0 on its way to its first token, which it has when the present iteration ends.
-        since = state.now - member.first_token if member.first_token <= state.now else 0.0
-        remaining = _predict_remaining(inst, member_row, state, generated)
-        slack_ms = compute_slack_ms(generated, remaining, since, decode_ms, limit_ms)
-        if not allows_prompt(slack_ms, prompt_ms, inst.tpot_ms):
-            return False
-    return True
-
-
-def _predict_remaining(inst: Record, r: int, state: State, generated: int) -> int:
-    """Predicted remaining output tokens of a request that has generated `generated` tokens."""
-    request = get_request(state, r)
-    limit = inst.blocks * inst.block - request.prompt - generated + 1
-    return min(int(estimate_remaining(request.predicted, generated)), limit)
-
-
-def _find_shortest_remaining(state: State, inst: Record, s: int) -> int:
-    """Predicted remaining output tokens of the member of slot `s` that ends first."""
-    slot = get_slot(state, s)
-    top = s * state.heap_size
-    if not state.is_predicted:
-        return (get_heap_key(state, top).value >> 32) - slot.steps
-    shortest = 1 << 60
-    for index in range(slot.batch):
-        r = get_heap_key(state, top + index).value & _ROW
-        request = get_request(state, r)
-        remaining = request.end_step - slot.steps
-        shortest = min(shortest, _predict_remaining(inst, r, state, request.output - remaining))
-    return shortest
-
-
-def _compute_future_peak(state: State, s: int, used: int, remaining: int) -> float:
-    """Peak of the KV tokens of the slot's members and a new request, until all have ended."""
-    slot = get_slot(state, s)
-    size = slot.batch + 1
-    r = slot.first_prompt
-    while r != NONE:
-        size += 1
-        r = get_request(state, r).next
-    tokens, remaining_tokens = get_scratch(state, 0, size), get_scratch(state, size, size)
-    tokens[0] = used
-    remaining_tokens[0] = remaining - 1
-    at = 1
-    r = slot.first_prompt
-    while r != NONE:
-        request = get_request(state, r)
-        tokens[at] = request.prompt + request.generated
-        remaining_tokens[at] = request.output - request.generated - 1
-        r = request.next
-        at += 1
-    for index in range(slot.batch):
-        r = get_heap_key(state, s * state.heap_size + index).value & _ROW
-        request = get_request(state, r)
-        remaining_tokens[at] = request.end_step - slot.steps - 1
-        tokens[at] = request.prompt + request.output - 1 - remaining_tokens[at]
-        at += 1
-    return find_peak(tokens, remaining_tokens)
 
 
 def _may_admit_later(state: State, i: int) -> bool:

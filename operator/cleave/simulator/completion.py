@@ -218,7 +218,7 @@ def release_ended(state: State, i: int, s: int, now: float) -> bool:
     """Free blocks and seats of the requests that have ended in the last iteration of an engine that
     schedules ahead; False: there were none."""
     inst = get_instance(state, i)
-    if inst.num_ended == 0:
+    if inst.num_ended == 0 and inst.first_sent == NONE:
         return False
     inst.running -= inst.num_ended
     inst.num_ended = 0
@@ -228,7 +228,26 @@ def release_ended(state: State, i: int, s: int, now: float) -> bool:
         next_r = get_request(state, r).next
         _free_ended(state, i, s, r, now)
         r = next_r
+    while inst.first_sent != NONE:
+        r = inst.first_sent
+        inst.first_sent = get_request(state, r).next_sent
+        retire_blocks(state, i, r, get_request(state, r).prompt, now)
     return True
+
+
+def release_sent(state: State, i: int, r: int, now: float) -> None:
+    """Free blocks of request `r`, whose KV was pulled from instance `i`: if it schedules ahead,
+    when the iteration after the one that runs is formed, as those of requests that end."""
+    inst = get_instance(state, i)
+    if not inst.schedules_ahead or inst.in_flight == 0:
+        retire_blocks(state, i, r, get_request(state, r).prompt, now)
+        return
+    get_request(state, r).next_sent = NONE
+    if inst.first_sent == NONE:
+        inst.first_sent = r
+    else:
+        get_request(state, inst.last_sent).next_sent = r
+    inst.last_sent = r
 
 
 def preempt_ended(state: State, i: int, s: int, r: int, now: float) -> None:

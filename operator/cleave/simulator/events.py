@@ -13,6 +13,7 @@ from cleave.simulator.completion import complete_iterations, complete_request, n
 from cleave.simulator.dispatch import dispatch_request
 from cleave.simulator.iterations import advance_pipeline, schedule_next, synchronize_ranks
 from cleave.simulator.outcome import RequestOutcome
+from cleave.simulator.prefix_caches import has_caches
 from cleave.simulator.prefix_pulls import end_fetch, is_fetching
 from cleave.simulator.queues import has_waiting_requests, pop, push
 from cleave.simulator.record_access import (
@@ -98,7 +99,9 @@ def _end_transfer(state: State, now: float) -> None:
         notify_instance(state, end_fetch(state, r, now), now, False)
         return
     end_pull(state, r, now)
-    notify_instance(state, get_request(state, r).decode, now, False)
+    i = get_request(state, r).decode
+    # A pull that waits may find its prefix cached.
+    notify_instance(state, i, now, has_caches() and get_queue(state, i).size > 0)
 
 
 def _deliver_request(state: State, r: int, now: float) -> None:

@@ -166,6 +166,16 @@ def store_prompt(state: State, i: int, r: int, tokens: int) -> None:
     set_num_owned(state, i, r, held)
 
 
+def count_chunk_blocks(state: State, inst: Record, r: int, count: int) -> int:
+    """Additional blocks for the next `count` tokens of a prompt."""
+    request = get_request(state, r)
+    if request.is_whole:
+        return 0
+    if request.computed == 0:
+        return count_blocks(inst, count)
+    return count_blocks(inst, request.computed + count) - count_blocks(inst, request.computed)
+
+
 def free_blocks(state: State, i: int, r: int, tokens: int, now: float) -> None:
     """Free all blocks that request `r`, which has ended, holds on instance `i` for `tokens` of KV.
     They stay cached."""
@@ -176,7 +186,7 @@ def preempt_blocks(state: State, i: int, r: int, tokens: int, now: float) -> Non
     """Free all blocks that request `r`, which is preempted, holds for `tokens` of KV."""
     inst, request = get_instance(state, i), get_request(state, r)
     cached = tokens
-    if inst.schedules_ahead and tokens > request.to_compute:
+    if inst.schedules_ahead and not inst.defers_free and tokens > request.to_compute:
         # Its latest token is not known yet, so neither is the content of the block that it fills.
         cached -= 1
     _free(state, i, r, tokens, cached, not math.isnan(request.end), now)

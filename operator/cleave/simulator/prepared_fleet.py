@@ -60,6 +60,8 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     tables = _PointTable()
     kinds = [_build_instance(role, pool.engine, tables) for role, pool in pools]
     instances = np.repeat(np.concatenate(kinds), [pool.engines for _, pool in pools])
+    if fleet.prefill or fleet.decode:
+        instances["defers_free"] = instances["schedules_ahead"]
     rows = np.arange(len(instances))
     of_pool = np.cumsum([0, *(pool.engines for _, pool in pools)])
     first_of_pool = np.repeat(of_pool[:-1], np.diff(of_pool))
@@ -138,6 +140,7 @@ def _build_instance(role: int, engine: SimulatedEngine, tables: _PointTable) -> 
         "partial": records.NONE,
         "last_in_time": records.NONE,
         "first_ended": records.NONE,
+        "first_sent": records.NONE,
         "first_assigned": records.NONE,
         "token_ms": DEFAULT_TOKEN_MS,
         "upper_token_ms": DEFAULT_TOKEN_MS,

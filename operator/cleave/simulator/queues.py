@@ -20,7 +20,7 @@ from cleave.simulator.record_access import (
     get_scratch,
     get_slot,
 )
-from cleave.simulator.records import DECODE, NONE, PREFILL, Record, State
+from cleave.simulator.records import DECODE, HANDOFFS, NONE, PREFILL, PROMPTS, Record, State
 
 
 def push(state: State, number: int, r: int) -> None:
@@ -73,6 +73,24 @@ def pop(state: State, number: int) -> int:
         if inst.last_in_time == r:
             inst.last_in_time = NONE
     return r
+
+
+def pop_waiting(state: State, i: int, queue: int) -> None:
+    """Remove the first request of a queue; from a central queue it is assigned to instance `i`."""
+    request = get_request(state, pop(state, queue))
+    if queue < 2 * state.num_instances:
+        return
+    if get_instance(state, i).role == PREFILL:
+        request.prefill = i
+    else:
+        request.decode = i
+    # Another instance may have room for the new head of the queue.
+    handoffs = 2 * state.num_instances + 1
+    if get_queue(state, queue).size > 0:
+        state.offered |= HANDOFFS if queue == handoffs else PROMPTS
+    elif get_queue(state, handoffs + 1).size > 0:
+        # Mixed instances take prompts once no handoffs wait.
+        state.offered |= PROMPTS
 
 
 def push_loaded(state: State, i: int, r: int) -> None:

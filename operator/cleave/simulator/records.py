@@ -25,6 +25,9 @@ NONE = -1
 PENDING_PROMPT, ROOM, HEAVINESS, FULLNESS, HEADROOM, NUM_COLUMNS = 3, 4, 5, 6, 7, 8
 """Columns of scores after TO_PREFILL, TO_DECODE and TO_WHOLE of `policy.dispatch`."""
 
+LEFT_OUT = 1 << 60
+"""`end_step` of a member that is left out of an iteration."""
+
 NOTHING, SENT, CACHED = 0, 1, 2
 """What dispatch knows of caches, `fleet.CacheView`."""
 
@@ -56,10 +59,11 @@ REQUEST = _build_dtype(
     # admission assume. next_assigned, previous_assigned: links in the decode instance's list of
     # assigned requests. left: full KV blocks that it left in the cache of its instance when it was
     # preempted; left_until: `cached` of the instance then. pull_order: number of its pull, in order
-    # of their begin.
+    # of their begin. next_sent: link in the list of its prefill instance. is_whole: its instance
+    # has allocated blocks for all of the prompt that it computes.
     "predicted next_assigned previous_assigned "
     "prompt output generated to_compute computed is_pulled end_step next older younger "
-    "prefill decode preemptions outcome left left_until pull_order",
+    "prefill decode preemptions outcome left left_until pull_order next_sent is_whole",
 )
 """One request. Times in ms, nan until reached."""
 
@@ -72,12 +76,12 @@ PROMPT = _build_dtype(
     # first_answer, num_answers: the answer's part of `answers`. known: leading blocks that any
     # instance is known to cache. source: the instance whose cache has what is missing of its
     # beginning; NONE: that is computed. is_pulled: dispatch expects that some is pulled from there.
-    # fetched: tokens that were. is_whole: the instance has allocated blocks for all of the prompt.
+    # fetched: tokens that were.
     # loaded: tokens that were copied back from host memory; to_load: that dispatch expects to be.
     # own: the copy of what follows the blocks that it held when it was preempted, which were
     # own_after; own_found: KV blocks of it that the latest search has found.
     "first_block num_blocks uncached hit pull_hit found shared held_prefill held_decode "
-    "first_answer num_answers known source is_pulled fetched is_whole loaded to_load own own_after "
+    "first_answer num_answers known source is_pulled fetched loaded to_load own own_after "
     "own_found",
 )
 """What caches have to do with one request; only with a trace whose prompts repeat."""
@@ -123,9 +127,10 @@ SLOT = _build_dtype(
     # decodes: whether members take part; oldest, youngest: ends of the list of members.
     # first_prompt, last_prompt: ends of the list of prompts that end in the iteration.
     # fresh: list of the members that have not decoded yet; next: the slot that started after it.
+    # left_out: members that the iteration leaves out, for want of blocks.
     # tokens, squares, rows, contexts: what the iteration computes.
     "batch context steps iterations decodes oldest youngest first_prompt fresh next "
-    "last_prompt tokens squares rows contexts",
+    "last_prompt tokens squares rows contexts left_out",
 )
 """One micro-batch of an instance; an instance has as many slots as pipeline stages."""
 
@@ -160,11 +165,14 @@ INSTANCE = _build_dtype(
     # pulling: requests with blocks here whose KV is on its way or that are to join when it is here.
     # late: number of requests at the end of its queue that IN_TIME has deferred; last_in_time: the
     # last request before them, NONE if there is none. first_ended, last_ended: ends of the list of
-    # requests that have ended but still hold blocks and a seat, num_ended: those that hold a seat.
+    # requests that have ended but still hold blocks and a seat, num_ended: those that hold a seat;
+    # first_sent, last_sent: of those whose KV was pulled and still hold blocks. defers_free: with a
+    # KV connector an engine that schedules ahead preempts nobody whose iteration runs; ahead:
+    # blocks that the iteration after the one in flight has taken already.
     # caches: whether it has a prefix cache. cached, evicted: KV blocks that were left there and not
     # found again, and those of them that were evicted; counted only if prompts do not repeat.
     "first_slot in_flight oldest newest partial free running pulling window late last_in_time "
-    "first_ended last_ended num_ended caches cached evicted "
+    "first_ended last_ended num_ended first_sent last_sent defers_free ahead caches cached evicted "
     "kv_tokens kv_peak iterations decode_iterations batch_peak running_peak "
     "prompt_tokens decode_tokens preemptions",
 )

@@ -32,6 +32,16 @@ def test_a_prompt_is_older_than_what_joins_in_the_iteration_that_computes_its_en
     assert not beside_vllm.compare(1, 631, SimulatedPair(), VllmPair()).different
 
 
+def test_pairs_that_schedule_ahead_are_those_of_vllms_scheduler() -> None:
+    pytest.importorskip("vllm")
+    # 38: a pull that waits finds its prefix when another one ends. 278: a prompt that lacks blocks
+    # keeps those that are left from pulls.
+    both, pair = SimulatedPair(is_async=True), VllmPair()
+    found = [beside_vllm.compare(count, seed, both, pair) for seed, count in ((0, 40), (278, 1))]
+    assert sum(each.preemptions for each in found) > 100
+    assert not any(each.different for each in found)
+
+
 def test_iterations_that_are_simulated_at_once_are_read_one_by_one() -> None:
     history = History(4, 8, 4, 8, 0, False, False, False, (0.125, 0.25), (6, 9), (3, 2), ("", ""))
     assert list(SimulatedSteps().run(history)) == [
