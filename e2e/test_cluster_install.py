@@ -242,7 +242,7 @@ def test_operators_that_are_away_hold_up_no_deletion(release: Cluster, namespace
 def test_the_plain_manifests_install_too(release: Cluster) -> None:
     manifests = REPOSITORY / "manifests"
     said = release.kubectl("apply", "--server-side", "--force-conflicts", "--dry-run=server", "-f",
-                           str(manifests / "crds.yaml"))  # fmt: skip
+                           str(REPOSITORY / "crds"))  # fmt: skip
     assert all(name in said for name in RETAINED_CRDS)
     documents = list(yaml.safe_load_all((manifests / "cleave.yaml").read_text()))
     for each in documents:

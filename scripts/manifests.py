@@ -1,8 +1,8 @@
 """Writes plain manifests from the chart, for scripts/generate.
 
-`python scripts/manifests.py CRDS OUTDIR` writes OUTDIR/crds, the CRDs of the folder CRDS as in the
-chart, and OUTDIR/manifests, crds.yaml and cleave.yaml for `kubectl apply`. The latter is rendered
-by helm; without helm the existing file is kept if it was rendered from the current chart.
+`python scripts/manifests.py OUTDIR` gives the CRDs in OUTDIR/crds the annotations that the chart
+needs, and writes OUTDIR/manifests/cleave.yaml for `kubectl apply`. It is rendered by helm; without
+helm the existing file is kept if it was rendered from the current chart.
 """
 
 import hashlib
@@ -31,19 +31,14 @@ _TITLE = "# Rendered from charts/cleave by scripts/generate; changes here are lo
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write everything below argv[1]; 1 when helm would be needed, 2 on bad usage."""
-    if len(argv) != 2 or not all(Path(folder).is_dir() for folder in argv):
-        sys.stderr.write("usage: python scripts/manifests.py CRDS OUTDIR\n")
+    """Write everything below argv[0]; 1 when helm would be needed, 2 on bad usage."""
+    if len(argv) != 1 or not Path(argv[0]).is_dir():
+        sys.stderr.write("usage: python scripts/manifests.py OUTDIR\n")
         return 2
-    source, out = map(Path, argv)
-    (out / "crds").mkdir(exist_ok=True)
+    out = Path(argv[0])
     (out / "manifests").mkdir(exist_ok=True)
-    definitions = {
-        path.name: _with_annotations(path.read_text()) for path in sorted(source.glob("*.yaml"))
-    }
-    for name, text in definitions.items():
-        (out / "crds" / name).write_text(text)
-    (out / "manifests" / "crds.yaml").write_text("---\n".join(definitions.values()))
+    for path in (out / "crds").glob("*.yaml"):
+        path.write_text(_with_annotations(path.read_text()))
     return _write_rest(out / "manifests" / "cleave.yaml")
 
 

@@ -5,7 +5,6 @@ collectors and routes. The script is outside both packages because it imports bo
 """
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,7 +26,6 @@ from cleave.controller import main as operator
 from cleave.controller import metrics as operator_metrics
 from cleave.controller.author_policy.engine_flags import find_risk
 from cleave.gateway import main as gateway
-from cleave.gateway.app import openapi
 from cleave.gateway.http.engine_fields import (
     ARGUMENT_RULES,
     FIELD_RULES,
@@ -64,8 +62,6 @@ def main(argv: Sequence[str]) -> int:
     for name, page in PAGES.items():
         text = _HEADER + "\n".join(page()) + "\n"
         (Path(argv[0]) / f"{name}.md").write_text(text)
-    api = json.dumps(openapi.build_openapi(), indent=2)
-    (Path(argv[0]) / "openapi.json").write_text(api + "\n")
     return 0
 
 

@@ -4,9 +4,9 @@ import re
 import shutil
 from pathlib import Path
 
-import pytest
 import yaml
 
+from cleave.api.crd import build_deployment_crd, build_pool_crd
 from cleave.api.manifest import validate
 from cleave.controller.cluster.actions import Apply
 from cleave.controller.cluster.apply import FINALIZER
@@ -199,22 +199,19 @@ def test_the_manifests_bring_their_namespace_which_allows_restricted_pods_only(p
     assert inside == {namespace["metadata"]["name"]}
 
 
-@pytest.mark.parametrize("folder", ["charts/cleave/files/crds", "manifests"])
-def test_crds_are_what_the_types_say_and_survive_an_uninstall(folder, scripts) -> None:
-    expected = [yaml.safe_load(path.read_text()) for path in sorted((ROOT / "crds").iterdir())]
-    carried = [
-        document
-        for path in sorted((ROOT / folder).glob("*.yaml"))
-        for document in yaml.safe_load_all(path.read_text())
-        if document["kind"] == "CustomResourceDefinition"
-    ]
+def test_crds_are_what_the_types_say_and_survive_an_uninstall(scripts) -> None:
+    expected = {
+        each["metadata"]["name"]: each for each in (build_deployment_crd(), build_pool_crd())
+    }
+    carried = [yaml.safe_load(path.read_text()) for path in (ROOT / "crds").iterdir()]
     assert len(carried) == len(expected) == 2
-    for carried_one, want in zip(carried, expected, strict=True):
-        assert carried_one["metadata"].pop("annotations") == {
+    for each in carried:
+        assert each["metadata"].pop("annotations") == {
             "helm.sh/resource-policy": "keep",
             "cleave.dev/release": str(scripts.number_version(scripts.read_version())),
         }
-        assert carried_one == want
+        assert each == expected[each["metadata"]["name"]]
+    assert (ROOT / "charts/cleave/files/crds").resolve() == ROOT / "crds"
 
 
 def test_the_admission_policies_know_the_names_of_accounts(plain) -> None:
@@ -294,10 +291,10 @@ def test_without_helm_the_manifests_stay_while_the_chart_is_unchanged(
     monkeypatch.setattr(scripts, "find_helm", lambda: None)
     shutil.copytree(chart, tmp_path / "chart")
     monkeypatch.setattr(scripts, "_CHART", tmp_path / "chart")
-    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 0
+    assert scripts.main([str(tmp_path)]) == 0
     committed = (ROOT / "manifests" / "cleave.yaml").read_text()
     assert (tmp_path / "manifests" / "cleave.yaml").read_text() == committed
 
     values = tmp_path / "chart" / "values.yaml"
     values.write_text(values.read_text().replace("replicas: 2", "replicas: 3"))
-    assert scripts.main([str(ROOT / "crds"), str(tmp_path)]) == 1
+    assert scripts.main([str(tmp_path)]) == 1
