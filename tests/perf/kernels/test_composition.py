@@ -8,7 +8,7 @@ import pytest
 from cleave.perf.hardware.gpu import find_gpu
 from cleave.perf.kernels import composition, tables
 from cleave.perf.kernels.tables import KernelTables
-from cleave.perf.model import model_shape
+from cleave.perf.model import known_models, model_shape
 from cleave.perf.model.model_shape import ModelShape
 from cleave.perf.profile import operator_fit
 from cleave.perf.profile.profile import Operators
@@ -160,3 +160,13 @@ def test_nvfp4_is_faster_than_8_bits_where_it_was_measured() -> None:
     assert four.predict_prefill_ms([8192]) < 0.8 * eight.predict_prefill_ms([8192])
     assert four.predict_decode_ms(16, 16_000) < eight.predict_decode_ms(16, 16_000)
     assert build_with(narrow, "H200") is None
+
+
+@pytest.mark.parametrize("gpu", ["A100-SXM-80GB", "H100", "B200", "RTX-PRO-6000-Server"])
+def test_every_known_model_has_times_or_none(gpu: str) -> None:
+    tables = load(gpu)
+    for model in known_models.CONFIGS:
+        built = composition.build_operators(model_shape.load_shape(model), tables, 8)
+        if built is not None:
+            timing = operator_fit.to_timing(built, 8)
+            assert 0 < timing.predict_decode_ms(1, 1) < timing.predict_prefill_ms([32_768]), model

@@ -21,7 +21,7 @@ from cleave.perf.profile.codec import InvalidProfileError, decode, encode, to_ca
 KIND = "LatencyProfile"
 VERSION = 1
 _MAX_FILE_BYTES = 64 << 20
-_MAX_NUMBER = 1e9
+_MAX_NUMBER = 1e12
 _MAY_BE_ZERO = ("context_tokens", "cached_tokens")
 
 
