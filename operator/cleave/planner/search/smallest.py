@@ -204,20 +204,27 @@ def _confirm(
     search: SearchContext, ranked: Sequence[Sequence[_Member]], rates: dict[_Member, float]
 ) -> list[CandidatePlacement]:
     """By goodput in long trials. Of each list the one with most in short trials and the first one
-    are compared: instances that are short of memory seem too good in these."""
+    are compared: instances that are short of memory seem too good in these. Of the best list all
+    are: short trials may be wrong by more than their step limits differ."""
     close: list[_Member] = []
     for members in ranked:
         best = [member for member in members if rates.get(member)] or members[:1]
         if close and not rates.get(best[0]):
             break
         close += [each for each in dict.fromkeys((best[0], best[-1])) if each[0].is_sound(each[1])]
-    placements = {family.build(counts): rates.get((family, counts), 0) for family, counts in close}
-    if len(placements) < 2:
-        return list(placements)
+    alike = ranked[0] if close else ()
+    if len(close) < 2 and len(alike) < 2:
+        return [family.build(counts) for family, counts in close]
     long = search.with_precision(CONFIRMATION_PRECISION)
     confirmed: dict[CandidatePlacement, float] = {}
-    for placement, near in placements.items():
+    for family, counts in close:
+        near, placement = rates.get((family, counts), 0.0), family.build(counts)
         confirmed[placement] = _measure_goodput(long, placement, near, confirmed)
+    for family, counts in (member for member in alike if member not in close):
+        near, placement = max(confirmed.values()), family.build(counts)
+        rate = _measure_goodput(long, placement, near, confirmed)
+        if rate > near and family.is_sound(counts):
+            confirmed[placement] = rate
     ordered = sorted(confirmed, key=confirmed.__getitem__, reverse=True)
     return list({_get_shape(each): each for each in reversed(ordered)}.values())[::-1]
 
