@@ -72,6 +72,10 @@ def test_several_rates_are_a_line_each_and_more_load_is_never_better(cli, file) 
     assert shares[0] > 0.9 > shares[-1]
     _, heading, low, high, _ = run(cli, file, "--rates", "1,40").stdout.splitlines()
     assert low.count(" ms ") == 9
+    names = "RATE ATTAINED TTFT P50 P90 P99 TPOT P50 P90 P99 ITL P50 P90 P99 BUSIEST SLO"
+    assert heading.split() == names.split()
+    # A time has two words, its heading one, but for the first of three.
+    assert heading.index(" P90") < low.index(" ms", low.index(" ms") + 3) < heading.index(" P99")
     assert [line.split()[-1] for line in (heading, low, high)] == ["SLO", "met", "missed"]
 
 

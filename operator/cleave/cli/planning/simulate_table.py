@@ -66,7 +66,7 @@ def show_one(console: "Console", result: SimulationSummary, slo: "Slo") -> None:
 
 def show_many(console: "Console", results: Sequence[SimulationSummary], slo: "Slo") -> None:
     """Print one line per rate."""
-    latencies = (f"{name} P50 P90 P99".split() for name in ("TTFT", "TPOT", "ITL"))
+    latencies = ((f"{name} P50", "P90", "P99") for name in ("TTFT", "TPOT", "ITL"))
     table = build_plain_table((), ("RATE", "ATTAINED", *chain.from_iterable(latencies), "BUSIEST"))
     table.add_column("SLO", no_wrap=True)
     for result in results:
