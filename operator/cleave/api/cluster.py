@@ -85,6 +85,14 @@ class NetworkSpec(ApiModel):
     times the busbw of nccl-tests' `all_reduce_perf`, in GB/s. Absent: as on a host whose GPUs write
     into each other's memory (59 % of PCIe between two, 38 % between more)."""
 
+    def complete(self, between_nodes: "NetworkSpec") -> "NetworkSpec":
+        """This network; with what another one says of the links between nodes, if this one says
+        nothing of them."""
+        if self.model_fields_set & {"kind", "bandwidth_gbps", "latency_us"}:
+            return self
+        within = ("cell_bandwidth_gbps", "node_all_reduce_gbps")
+        return between_nodes.model_copy(update={name: getattr(self, name) for name in within})
+
 
 ASSUMED_NETWORK = NetworkSpec(kind=NetworkKind.ETHERNET, bandwidth_gbps=25.0)
 """The network where nothing says that there is RDMA: that of DistServe's test bed, over TCP."""
@@ -96,8 +104,9 @@ class Cluster(ApiModel):
     nodes: Annotated[list[NodeGroup], Field(min_length=1, max_length=64)]
     """Groups of nodes."""
     network: NetworkSpec | None = None
-    """The network between nodes; absent: Ethernet with 25 Gbit/s for each GPU. In the operator's
-    settings absent means what the nodes' labels and devices say."""
+    """The network between nodes; absent, or without kind, bandwidthGbps and latencyUs: Ethernet
+    with 25 Gbit/s for each GPU. In the operator's settings that means what the nodes' labels and
+    devices say."""
     gpus: list[GpuDescription] = declare_list_map_key("name", default_factory=list, max_length=64)
     """Descriptions of GPUs that the catalogue does not have."""
     profiles: list[Annotated[str, Field(max_length=1024)]] = Field(

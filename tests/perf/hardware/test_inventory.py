@@ -11,6 +11,7 @@ from cleave.perf.hardware.gpu import Gpu, find_gpu
 from cleave.perf.hardware.inventory import (
     describe_assumed_all_reduces,
     describe_assumed_network,
+    find_cell_link,
     find_network_link,
     list_gpus,
     list_unknown_gpus,
@@ -103,6 +104,15 @@ def test_without_a_network_ethernet_is_assumed_and_said() -> None:
         "network: not in the cluster file; Ethernet with 25 Gbit/s for each GPU is assumed for KV "
         "and for instances over nodes"
     )
+
+
+def test_links_within_a_node_say_nothing_of_those_between_nodes() -> None:
+    network = {"nodeAllReduceGbps": 128, "cellBandwidthGbps": 1920}
+    within = Cluster.model_validate({"nodes": [{"gpu": "H100"}], "network": network})
+    link = find_network_link(within, list_gpus(within)["H100-SXM-80GB"])
+    assert (link.kind, link.gb_per_s) == (LinkKind.ETHERNET, 25 / 8)
+    assert "Ethernet with 25 Gbit/s" in (describe_assumed_network(within) or "")
+    assert find_cell_link(within, list_gpus(within)["H100-SXM-80GB"]) is not None
 
 
 @pytest.mark.parametrize("kind", ["InfiniBand", "RoCE", "RoCEv2"])

@@ -120,7 +120,9 @@ def build_inventory(
     uncounted = {node.name for node in planned} - {node.name for node in counted}
     left_out |= dict.fromkeys(sorted(uncounted), _LOST)
     rows = _count_groups(counted)
-    network = (settings and settings.network) or _find_network(planned, template)
+    network = _find_network(planned, template)
+    if settings and settings.network:
+        network = settings.network.complete(network)
     cluster = None
     if rows:
         cluster = Cluster(

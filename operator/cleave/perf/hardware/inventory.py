@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription, NodeGroup
+from cleave.api.cluster import ASSUMED_NETWORK, Cluster, GpuDescription, NetworkSpec, NodeGroup
 from cleave.api.manifest import ManifestError
 from cleave.api.planning import GpuChoice
 from cleave.perf.hardware.gpu import Gpu, PowerCapError, UnknownGpuError, find_gpu
@@ -76,9 +76,13 @@ def list_unused_gpus(cluster: Cluster) -> Iterator[str]:
             yield f"gpus[{index}]: no node has {gpu.name}; the description has no effect"
 
 
+def _get_network(cluster: Cluster) -> NetworkSpec:
+    return cluster.network.complete(ASSUMED_NETWORK) if cluster.network else ASSUMED_NETWORK
+
+
 def find_network_link(cluster: Cluster, gpu: Gpu) -> Link:
     """The link from one GPU to another node."""
-    network = cluster.network or ASSUMED_NETWORK
+    network = _get_network(cluster)
     kind = LinkKind(network.kind.value)
     return build_network_link(gpu, network.bandwidth_gbps, network.latency_us, kind)
 
@@ -93,7 +97,7 @@ def find_cell_link(cluster: Cluster, gpu: Gpu) -> Link | None:
 def describe_unseen_cells(cluster: Cluster) -> str | None:
     """A sentence about NVLink between engines of a pod, which a slow network makes worth knowing;
     None: its rate is known, or there is none."""
-    network = cluster.network or ASSUMED_NETWORK
+    network = _get_network(cluster)
     is_slow = LinkKind(network.kind.value) is LinkKind.ETHERNET
     has_nvlink = any(gpu.nvlink_gbps for _, gpu in list_groups(cluster))
     if network.cell_bandwidth_gbps or not (is_slow and has_nvlink):
@@ -122,9 +126,9 @@ def describe_assumed_all_reduces(cluster: Cluster) -> str | None:
 
 def describe_assumed_network(cluster: Cluster) -> str | None:
     """A sentence about what is assumed of the network; None: the file says it."""
-    network = cluster.network or ASSUMED_NETWORK
+    network = _get_network(cluster)
     assumed = f"{network.kind} with {network.bandwidth_gbps:g} Gbit/s for each GPU is assumed"
-    if cluster.network is None:
+    if cluster.network is None or network is not cluster.network:
         return f"network: not in the cluster file; {assumed} for KV and for instances over nodes"
     if "kind" not in cluster.network.model_fields_set:
         return f"network.kind: not in the cluster file; {assumed}"
