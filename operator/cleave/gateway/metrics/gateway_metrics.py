@@ -76,8 +76,10 @@ class SloTargets:
 
     @property
     def itl_bounds_s(self) -> tuple[float, ...]:
-        """The target is one of them, so that the share of gaps within it is exact."""
-        return tuple(sorted({*TPOT_BOUNDS_S, self.itl_p99_s} - {0.0}))
+        """The target is one of them, so that the share of gaps within it is exact, and not the
+        last: a quantile above all of them would be taken for it."""
+        beyond = 2 * self.itl_p99_s if self.itl_p99_s >= TPOT_BOUNDS_S[-1] else 0.0
+        return tuple(sorted({*TPOT_BOUNDS_S, self.itl_p99_s, beyond} - {0.0}))
 
 
 class ModelMetrics:
