@@ -100,6 +100,18 @@ def test_a_decision_takes_fewer_samples_than_a_figure_that_is_shown(monkeypatch)
     assert 4 * span.counted <= decided < shown <= 100 * span.counted
 
 
+def test_a_target_that_little_may_miss_is_known_as_much_more_finely(monkeypatch) -> None:
+    script_shares(monkeypatch, 0.99, 0.97)
+    span, trials = TrialSpan(4_950, 100), Trials(CHAT.problem.demand)
+    counts = [
+        len(sample_service(trials, ANY_FLEET, 6.0, span, targets).ttft_ms)
+        for targets in (CHAT.targets, replace(CHAT.targets, attainment=0.985))
+    ]
+    assert counts[1] > counts[0] == 4 * span.counted
+    own = replace(CHAT.targets, attainment=0.5, ttft_attainment=0.985)
+    assert len(sample_service(trials, ANY_FLEET, 6.0, span, own).ttft_ms) > counts[0]
+
+
 @dataclass
 class Scripted(Trials):
     """Shares in time with fixed roles and with those that flip, without a simulation."""

@@ -206,6 +206,8 @@ def compute_switch_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) -> d
 def compute_min_tpot_ms(outcome: SimulationResult, span: TrialSpan, slo: Slo) -> float:
     """Smallest TPOT target that these requests meet with the given TTFT target; infinite: none."""
     in_time = outcome.ttft_ms[span.window] <= slo.ttft_ms
+    if in_time.mean() < (slo.ttft_attainment or 0.0):
+        return math.inf
     tpot_ms = np.where(in_time, outcome.tpot_ms[span.window], np.inf)
     own = compute_quantile(outcome.tpot_ms[span.window], slo.tpot_attainment or 0.0)
     return max(compute_quantile(tpot_ms, slo.attainment), own)

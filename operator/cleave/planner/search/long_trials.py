@@ -40,6 +40,8 @@ _FIRST_SEED = 101
 """Added to the seed of the problem and its fingerprint; other trials add less, without this."""
 _FEWEST = 4
 """Samples."""
+_FINEST_ERROR = 0.002
+"""Half of the confidence interval that is enough for any target."""
 _MOST_DECIDING, _MOST_SHOWN = 400_000, 1_000_000
 """Requests of all samples; a sample has 10,000 or more, and of more the shares vary less."""
 
@@ -129,8 +131,7 @@ def sample_service(
     while not _are_enough(samples, most, targets.attainment, is_shown=is_shown):
         outcome = trials.with_seed(first + len(samples)).simulate(fleet, rate, span)
         ttft_ms, tpot_ms = outcome.ttft_ms[span.window], outcome.tpot_ms[span.window]
-        share = float(np.mean((ttft_ms <= targets.ttft_ms) & (tpot_ms <= targets.tpot_ms)))
-        samples.append(ServiceSample(share, ttft_ms, tpot_ms, outcome.itl))
+        samples.append(ServiceSample(ttft_ms, tpot_ms, outcome.itl, targets))
     return SampledService.summarize(samples, targets)
 
 
@@ -142,10 +143,13 @@ def _are_enough(
     samples so far do not exclude."""
     if len(samples) < _FEWEST:
         return False
-    shares = [each.share for each in samples]
+    shares = [each.least_share for each in samples]
     mean = statistics.fmean(shares)
     error = compute_half_interval([*shares, mean - (1 - attainment)])
-    enough = WIDE_ERROR if is_shown else max(WIDE_ERROR, abs(mean - attainment))
+    # A point of 10 % that may be late; of 1 % as much would be all of it.
+    enough = max(WIDE_ERROR * (1 - attainment) / 0.1, _FINEST_ERROR)
+    if not is_shown:
+        enough = max(enough, abs(mean - attainment))
     return error <= enough or len(samples) >= most
 
 

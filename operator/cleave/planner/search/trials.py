@@ -16,9 +16,11 @@ import math
 import sys
 import zlib
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
+import numpy.typing as npt
 
 from cleave.api.deployment import Slo
 from cleave.planner.search.capacity_bound import LengthStatistics
@@ -178,15 +180,35 @@ class Shares:
     """Most requests that ran on a prefill, a decode and a mixed instance at once."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class ServiceSample:
     """What a fleet does with one sample of requests."""
 
-    share: float
-    """Of the requests that meet both targets."""
     ttft_ms: Times
     tpot_ms: Times
     itl: InterTokenLatencies
+    targets: Targets
+
+    @cached_property
+    def share(self) -> float:
+        """Of the requests that meet both targets."""
+        return float(np.mean(self._ttft & self._tpot))
+
+    @cached_property
+    def least_share(self) -> float:
+        """`share`, or less where a target of its own is met worse, see `Targets.scale_own`."""
+        targets = self.targets
+        itl = self.itl.compute_share(targets.itl_p99_ms)
+        own = targets.scale_own(float(self._ttft.mean()), float(self._tpot.mean()), itl)
+        return min(self.share, *own)
+
+    @property
+    def _ttft(self) -> npt.NDArray[np.bool_]:
+        return self.ttft_ms <= self.targets.ttft_ms
+
+    @property
+    def _tpot(self) -> npt.NDArray[np.bool_]:
+        return self.tpot_ms <= self.targets.tpot_ms
 
 
 @dataclass(frozen=True, slots=True)
