@@ -77,6 +77,7 @@ def test_a_variable_of_the_environment_is_another_default() -> None:
     assert parse("--model m", PORT="81").port == 81
     assert parse("--model m --port 9", PORT="81").port == 9
     assert parse("", MODEL="m").model == "m"
+    assert parse("--model m", PORT="").port == 80
 
 
 @pytest.mark.parametrize("line", ["", "--model m --port x", "--model m --wait -1"])

@@ -100,7 +100,8 @@ def _add_option(
             help=text,
         )
         return
-    given = env.get(option["env"]) if option["env"] else None
+    # An empty variable is an absent one, as everywhere else.
+    given = (env.get(option["env"]) or None) if option["env"] else None
     if isinstance(default, bool):
         is_set = default or given in ("1", "true")
         parser.add_argument(option["flag"], action="store_true", default=is_set, help=text)
