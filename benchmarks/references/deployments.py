@@ -138,6 +138,7 @@ def build_fleet(deployment: Deployment, host_ms: float = 0.0) -> SimulatedFleet:
         transfer=transfer,
         dispatch=deployment.dispatch,
         dispatch_ms=front_end_ms,
+        has_connector=deployment.is_split,
     )
 
 

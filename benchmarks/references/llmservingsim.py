@@ -101,7 +101,7 @@ def build_fleet(root: Path, run: Run) -> SimulatedFleet:
     )
     # vLLM gives a request to the rank with fewest waiting and running ones.
     policy = DispatchPolicy.LEAST_REQUESTS
-    return SimulatedFleet(mixed=(SimulatedPool(engine, 1),), dispatch=policy)
+    return SimulatedFleet(mixed=(SimulatedPool(engine, 1),), dispatch=policy, has_connector=False)
 
 
 def read_trace(root: Path, run: Run) -> Trace:

@@ -82,7 +82,9 @@ class SimulatedSteps:
 
     def run(self, history: History) -> Iterator[Step]:
         """The steps of one instance of the simulator."""
-        fleet = SimulatedFleet(mixed=(SimulatedPool(build_engine(history), 1),))
+        fleet = SimulatedFleet(
+            mixed=(SimulatedPool(build_engine(history), 1),), has_connector=False
+        )
         arrays, state = lay_out(prepare_fleet(fleet), build_trace(history), 0)
         requests, inst = arrays["requests"], arrays["instances"][0]
         loop = self._loops[history.repeats]

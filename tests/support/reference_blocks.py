@@ -19,7 +19,7 @@ class Blocks:
         return not self.defers_free(i) or i.scheduled >= self.now or request.left_out
 
     def defers_free(self, i: Instance) -> bool:
-        return i.schedules_ahead and bool(self.fleet.prefill or self.fleet.decode)
+        return i.schedules_ahead and self.fleet.has_connector
 
     def grow(self, i: Instance, slot: Slot) -> bool:
         """Blocks for the next token of each member; False: some were preempted."""

@@ -150,6 +150,10 @@ class SimulatedFleet:
     """The router's policy."""
     cache_view: CacheView = CacheView.SENT
     """Matters only with a trace whose prompts repeat (`Trace.blocks`)."""
+    has_connector: bool = True
+    """Whether engines have a KV connector, as all that Cleave starts have, mixed ones too. Those
+    that schedule ahead then keep the blocks of a request whose iteration runs (vLLM's
+    `defer_block_free`)."""
     pulls_prefixes: bool = False
     """Whether a prefill instance pulls a prompt's beginning from the cache of another prefill or
     decode instance where that is faster than computing it (`policy.prefix_pull`), like a handoff.

@@ -60,7 +60,7 @@ def prepare_fleet(fleet: SimulatedFleet) -> PreparedFleet:
     tables = _PointTable()
     kinds = [_build_instance(role, pool.engine, tables) for role, pool in pools]
     instances = np.repeat(np.concatenate(kinds), [pool.engines for _, pool in pools])
-    if fleet.prefill or fleet.decode:
+    if fleet.has_connector:
         instances["defers_free"] = instances["schedules_ahead"]
     rows = np.arange(len(instances))
     of_pool = np.cumsum([0, *(pool.engines for _, pool in pools)])
