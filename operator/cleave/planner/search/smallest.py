@@ -226,7 +226,10 @@ def _confirm(
         if rate > near and family.is_sound(counts):
             confirmed[placement] = rate
     ordered = sorted(confirmed, key=confirmed.__getitem__, reverse=True)
-    return list({_get_shape(each): each for each in reversed(ordered)}.values())[::-1]
+    by_shape: dict[_Shape, CandidatePlacement] = {}
+    for placement in ordered:
+        by_shape.setdefault(_get_shape(placement), placement)
+    return list(by_shape.values())
 
 
 def _measure_goodput(
