@@ -38,7 +38,7 @@ kind: LLMDeployment
 metadata: {name: chat}
 spec:
   model: {source: facebook/opt-13b, servedName: chat, maxModelLen: 8192}
-  slo: {ttftMs: 60000, tpotMs: 10000}
+  slo: {ttftMs: 60000, tpotMs: 10000, itlP99Ms: 20000}
   engine: {type: Emulated, emulated: {timeScale: 0.2}}
   pools: {flipping: "Off"}
   template: {nodeSelector: {kubernetes.io/hostname: node-c}}
