@@ -50,7 +50,9 @@ def test_a_recorded_load_is_simulated_beside_what_clients_saw(
     profile = tmp_path / "profile.yaml"
     write_profile(measured_profiles.from_fit(dispatch_ms=2.0), profile)
     first_ms = np.full(20, 200.0)
-    seen = module("load").Seen(first_ms, first_ms + 10 * 30.0, np.zeros(20), np.full(200, 30.0), (), 0.5)
+    seen = module("load").Seen(
+        first_ms, first_ms + 10 * 30.0, np.zeros(20), np.full(200, 30.0), (), 0.5
+    )
     load = tmp_path / "load-0.2.npz"
     engines.keep(load, trace, seen, np.zeros(0))
     rows = {row.what: row for row in engines.simulate_load(load, profile, engines.ON_CPU)}
