@@ -16,6 +16,7 @@ from cleave.planner.result.text import (
     format_pools,
     format_resources,
 )
+from cleave.planner.search import goodput
 from cleave.planner.search.candidate_placement import to_planned_pools
 from cleave.planner.search.context import CloseCall
 
@@ -23,8 +24,9 @@ _RELATIVE_TOLERANCE = 1e-6
 
 
 def has_margin(problem: Problem, selected: PredictedPlan) -> bool:
-    """Whether the goodput, which is a mean over several samples, is at least the rate."""
-    return selected.plan.prediction.goodput >= problem.rate
+    """Whether the goodput, which is a mean over several samples, is at least the rate, as finely as
+    goodput is searched for."""
+    return selected.plan.prediction.goodput >= problem.rate * (1 - goodput.TOLERANCE)
 
 
 def list_close_calls(

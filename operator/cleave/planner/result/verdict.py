@@ -152,7 +152,7 @@ def describe_remedies(problem: Problem, ranking: Ranking, nearest: NearestSlo | 
     remedies = []
     if nearest:
         longer = _name_longer(problem.slo, nearest)
-        article = "an" if longer == "SLO" else "a"
+        article = "an" if longer.startswith(("SLO", "ITL")) else "a"
         remedies.append(f"{article} {longer} {format_number(nearest.scale)} times as long")
     best = _find_max_goodput(ranking)
     if best is not None and best.plan.prediction.goodput > 0:
