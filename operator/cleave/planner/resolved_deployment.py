@@ -21,7 +21,7 @@ class ResolvedDeployment:
     """A deployment and what follows from its spec."""
 
     written: LLMDeployment
-    """As its author wrote it."""
+    """As its author wrote it, with its model's config once that was read or reported."""
     shape: ModelShape | None
     """The model's dimensions; None: not known, or the engines are emulated: they have no weights to
     shard and stand in for any model."""
@@ -35,7 +35,7 @@ class ResolvedDeployment:
 
     @property
     def spec(self) -> LLMDeploymentSpec:
-        """As its author wrote it."""
+        """Of `written`."""
         return self.written.spec
 
     @cached_property
